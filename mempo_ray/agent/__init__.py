@@ -1,0 +1,1 @@
+"""One MemPO episode, async, without ray or torch."""

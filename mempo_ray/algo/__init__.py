@@ -1,0 +1,1 @@
+"""The algorithm's equations as pure functions."""

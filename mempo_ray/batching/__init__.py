@@ -1,0 +1,1 @@
+"""Batching decisions: a pure state machine; the clock is passed in."""

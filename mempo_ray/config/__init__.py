@@ -1,0 +1,1 @@
+"""The configuration: schema (pydantic) and loading (YAML + dotted overrides)."""

@@ -1,0 +1,410 @@
+"""The whole configuration, one section a box of the dataflow. Frozen; unknown keys are refused.
+
+A default lives here and nowhere else. Names of estimators, losses, managers and scorers are resolved by the
+driver's preflight, not here. Derived numbers are properties. Units stand in the names: `_s`, `_tokens`, `_gb`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, and a key that nobody reads is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Run(Section):
+    name: str = "mempo"
+    """Name of the run: part of the run folder, of actor names and of metric tags."""
+    dir: str = "runs"
+    """Folder (or pyarrow filesystem URI) under which `<name>-<time>` is made; `latest` points at the newest."""
+    steps: Annotated[int, Field(ge=0)] = 30
+    """Optimisation steps. 0 runs the cold start and the evaluation only."""
+    seed: int = 0
+    """Seeds data order, sampling (per run, task, sibling, turn) and initial weights."""
+    resume: str = ""
+    """'auto' continues from the newest complete checkpoint of this run's name; a path: from there; '' = new run."""
+    deterministic: bool = False
+    """Score and train in (task, sibling, turn) order, cut by token budget only: a resumed run is bitwise the same."""
+    keep_checkpoints: Count = 2
+    """Newest checkpoints kept, besides the best by EM."""
+    checkpoint_every: Annotated[int, Field(ge=0)] = 10
+    """Steps between checkpoints; the last step always writes one. 0 = only the last."""
+    max_excluded_share: Share = 0.2
+    """Above this share of a step's trajectories excluded by infrastructure failures, the run ends with the reasons."""
+    step_timeout_s: Positive = 3600
+    """Deadline of one whole step."""
+
+
+class Data(Section):
+    train: str = "synthetic:train"
+    """Training tasks: a .jsonl or .parquet file, or the synthetic world (see docs/data.md)."""
+    eval: str = "synthetic:eval"
+    """Held-out tasks."""
+    question_key: str = "question"
+    """Column that holds the question."""
+    answer_key: str = "golden_answers"
+    """Column that holds the gold answer(s): str, list of aliases, or list of lists (several objectives)."""
+    tasks_per_step: Count = 16
+    """Tasks (questions) per step; each is sampled `algorithm.group_size` times."""
+    shuffle: bool = True
+    """Seeded shuffle each epoch."""
+
+
+class ColdStart(Section):
+    """Supervised fine-tuning on oracle trajectories before RL. Absent section = no cold start."""
+
+    tasks: Count = 512
+    """Tasks for which the oracle writes a trajectory (kept only where the index finds the needed passages)."""
+    epochs: Count = 1
+    """Passes over the kept rows."""
+    lr: Positive = 1e-3
+    """Peak learning rate of the cold start."""
+    batch_tokens: Count = 16384
+    """Tokens (prompt + output) per optimiser step, over all ranks."""
+    warmup_share: Share = 0.05
+    """Share of the steps over which the rate rises from 0."""
+    probe_share: Share = 0.0
+    """Share of additional rows in the two scoring forms of §3: memory context → answer, full history → answer."""
+
+
+class AgentLimits(Section):
+    turn_tokens: Count = 512
+    """Largest output of one turn."""
+    tool_tokens: Count = 2048
+    """Largest tool response; cut at a passage border and marked."""
+    episode_tokens: Count = 32768
+    """Budget of output and tool tokens over an episode; reaching it ends it as `length`."""
+    episode_s: Positive = 600
+    """Wall-clock budget of an episode (end reason `deadline`)."""
+    search_retries: Annotated[int, Field(ge=0)] = 5
+    """Retries of a failed search, with exponential back-off and jitter."""
+    search_s: Positive = 30
+    """Deadline of one search call."""
+
+
+class Agent(Section):
+    context: Literal["last_turn", "full", "k_turns", "memory_only"] = "last_turn"
+    """What the next prompt holds (algorithm.md §1)."""
+    k_turns: Count = 2
+    """Tool rounds kept under `context: k_turns`."""
+    max_turns: Count = 16
+    """Turns per episode."""
+    limits: AgentLimits = AgentLimits()
+    max_resamples: Annotated[int, Field(ge=0)] = 1
+    """How often an episode that infrastructure broke is sampled again, under the same seeds."""
+    system_prompt: str = ""
+    """Text of the system message; '' = none."""
+    chat_template: str = "auto"
+    """'auto' = the model folder's own template; or a path of a jinja file."""
+    tools: tuple[str, ...] = ("search",)
+    """Registered tools."""
+    top_k: Count = 3
+    """Passages per search."""
+    workers: Count = 1
+    """AgentLoopWorker actors."""
+    episodes_per_worker: Count = 256
+    """Episodes in flight per worker."""
+
+
+class Rollout(Section):
+    replicas: Count = 1
+    """Engines at the start."""
+    min_replicas: Annotated[int, Field(ge=0)] = 1
+    """Fewer live engines than this for `startup_timeout_s` ends the run."""
+    max_replicas: Count = 1
+    """Upper bound of the elastic pool."""
+    temperature: Positive = 1.0
+    """Sampling temperature in training; evaluation is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Must be 1 in training: a truncated distribution makes log-probs of another policy."""
+    top_k: int = 0
+    """0 = off; must be 0 in training."""
+    stop_at_tags: bool = False
+    """Stop after </search> or </answer>; the end-of-turn id is then added with mask 0."""
+    engine: Literal["vllm", "fake"] = "vllm"
+    """'fake' is a scripted engine for tests and benchmarks."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Weights and activations of the engine."""
+    max_model_len: Count = 4096
+    """Longest prompt + output."""
+    max_num_seqs: Count = 128
+    """Sequences that an engine runs at once."""
+    kv_cache_gb: Positive = 1.0
+    """KV cache on CPU (GiB)."""
+    gpu_memory_utilization: Share = 0.85
+    """Share of GPU memory for weights and KV cache."""
+    tensor_parallel: Count = 1
+    """GPUs per engine."""
+    enforce_eager: bool = True
+    """No graph capture or compilation; on CPU that saves minutes of start-up."""
+    threads: Count = 1
+    """OpenMP threads of a CPU engine."""
+    request_timeout_s: Positive = 120
+    """Deadline of one turn, queueing included."""
+    startup_timeout_s: Positive = 300
+    """Deadline of an engine's start or restart."""
+    max_restarts: Annotated[int, Field(ge=0)] = 10
+    """Restarts over all engines of a run, after which the run ends."""
+
+
+class Retrieval(Section):
+    index: str = ""
+    """Folder of a built index; '' = build one from `corpus` into the run folder."""
+    corpus: str = "synthetic"
+    """JSONL or Parquet of passages (id, title, text), or 'synthetic' for the worlds of `data`."""
+    encoder: str = "hash"
+    """'hash' (no model), 'minilm', or a local sentence-encoder folder."""
+    embeddings: str = ""
+    """Prepared passage embeddings (.npy, row i = passage i) in place of the encoder pass."""
+    mode: Literal["live"] = "live"
+    """How searches are answered."""
+    kind: Literal["flat", "ivf", "hnsw", "ivfpq"] = "flat"
+    """FAISS index to build."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where encoder and index run."""
+    replicas: Count = 1
+    """RetrievalActors."""
+    threads: Count = 1
+    """Threads of encoder and FAISS per replica."""
+    max_batch: Count = 64
+    """Queries per encoder batch."""
+    max_wait_s: NonNegative = 0.005
+    """Longest wait of a query for company."""
+    cache_entries: Annotated[int, Field(ge=0)] = 100_000
+    """Entries of the LRU cache (query, k)."""
+
+
+class CustomFunction(Section):
+    path: str = ""
+    """Python file that holds the function; '' = none."""
+    name: str = "compute_score"
+    """Name of the function in it."""
+
+
+class Reward(Section):
+    manager: str = "naive"
+    """Registered reward manager."""
+    scorer: str = "auto"
+    """Registered scorer; 'auto' = by the row's data_source, MemPO's where it has none of its own."""
+    multi_objective: Literal["mean", "sum", "all"] = "mean"
+    """How several objectives become one score (§2)."""
+    custom_function: CustomFunction = CustomFunction()
+    workers: Count = 1
+    """RewardManagerWorker actors."""
+    timeout_s: Positive = 30
+    """Deadline of one score."""
+    log_samples: Annotated[int, Field(ge=0)] = 3
+    """First trajectories of a run that are printed and logged with their scores by rule."""
+
+
+class MemoryReward(Section):
+    weight: NonNegative = 1.0
+    """λ of §4. 0 turns memory scoring off (plain GRPO)."""
+    baseline: Literal["full_history", "previous_memory", "question_only", "none"] = "full_history"
+    transform: Literal["probability", "logprob", "sign"] = "probability"
+    dead_band: NonNegative = 0.01
+    """`transform: sign` gives 0 inside ± this."""
+    gate: Literal["always", "success_only", "format_ok"] = "always"
+    turns: Literal["all", "exclude_first", "final_only"] = "all"
+    scorer: Literal["live", "reference"] = "live"
+    alias: Literal["first", "max", "mean"] = "first"
+    objectives: Literal["joined", "per_objective"] = "joined"
+    """Several objectives: one probe joined with '; ', or a probe each, differences averaged."""
+    pool: Literal["group_turns", "turn_index", "trajectory"] = "group_turns"
+    min_std: NonNegative = 1e-4
+    """Pools with a smaller standard deviation are flat; use 1e-3 with a bf16 scorer."""
+    max_history_tokens: Annotated[int, Field(ge=0)] = 0
+    """0 = no limit. Above it the sample is dropped and counted, or the history truncated."""
+    long_history: Literal["drop", "truncate"] = "drop"
+    streaming: bool = True
+    """Score a trajectory when it ends, beside generation."""
+
+
+class GroupFilter(Section):
+    """Groups whose outcome and memory pools are both flat (M14)."""
+
+    mode: Literal["off", "drop", "resample"] = "off"
+    max_resamples: Annotated[int, Field(ge=0)] = 2
+    """Rounds of new tasks sampled to replace dropped groups."""
+
+
+class AdaptiveKL(Section):
+    """κ ← κ·(1 + clip(KL/target − 1, ±0.2)·n/horizon)."""
+
+    target: Positive = 0.1
+    horizon: Positive = 10_000
+
+
+class Algorithm(Section):
+    group_size: Count = 8
+    """Siblings per task (G)."""
+    adv_estimator: str = "grpo"
+    """Registered advantage estimator."""
+    singleton: Literal["zero", "raw"] = "zero"
+    """Advantage of a group of one."""
+    normalize_by_std: bool = True
+    """false = Dr. GRPO, together with `aggregation: trajectory_sum_norm`."""
+    gamma: Share = 1.0
+    gae_lambda: Share = 1.0
+    policy_loss: str = "ppo_clip"
+    """Registered policy loss."""
+    combine: Literal["add", "success_only", "positive_only"] = "add"
+    rows: Literal["per_turn", "concatenated"] = "per_turn"
+    """'concatenated' is the ablation that shows evicted history to the policy."""
+    aggregation: Literal["trajectory_mean", "token_mean", "trajectory_sum", "trajectory_sum_norm"] = "trajectory_mean"
+    norm_length: Annotated[int, Field(ge=0)] = 0
+    """Divisor of trajectory_sum_norm (required with it)."""
+    clip_low: Positive = 0.2
+    clip_high: Positive = 0.2
+    dual_clip: Annotated[float, Field(gt=1)] = 3.0
+    sampler_correction: bool = True
+    """Weight exp(log π_old − log π_sampler), capped by `correction_cap`, on the surrogate."""
+    correction_cap: Positive = 2.0
+    entropy_bonus: NonNegative = 0.0
+    kl_coef: NonNegative = 1e-3
+    """β of the loss term; 0 needs no reference model."""
+    kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
+    kl_in_reward: bool = False
+    kl_reward_coef: NonNegative = 1e-3
+    """κ; with `adaptive_kl` its start."""
+    adaptive_kl: AdaptiveKL | None = None
+    mini_batches: Count = 1
+    """Optimiser steps per batch."""
+    epochs: Count = 1
+    """Passes over a batch."""
+    group_filter: GroupFilter = GroupFilter()
+
+
+class BatchExecutor(Section):
+    micro_batch_tokens: Count = 16384
+    """Token budget of one log-prob micro-batch, per rank."""
+    max_wait_s: NonNegative = 0.02
+    """Longest wait of a request for company."""
+    max_queued_tokens: Count = 4_000_000
+    """Above it a request is refused (Overloaded)."""
+    request_timeout_s: Positive = 600
+    """Deadline of a log-prob request."""
+    command_timeout_s: Positive = 1800
+    """Deadline of a train, export or checkpoint command; a rank that misses it ends the gang."""
+
+
+class Policy(Section):
+    model: str = "builtin:tiny"
+    """Local Hugging Face folder, or 'builtin:tiny' (shipped)."""
+    ranks: Count = 1
+    """FSDP ranks."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Parameters in forward and backward; master weights and reductions are float32."""
+    autocast: Literal["none", "bfloat16"] = "none"
+    """Autocast of matrix products (CPU speed)."""
+    lr: Positive = 1e-6
+    schedule: Literal["constant", "cosine"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    weight_decay: NonNegative = 0.0
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    eps: Positive = 1e-8
+    max_grad_norm: Positive = 1.0
+    micro_batch_tokens: Count = 16384
+    """Token budget of one forward and backward per rank; no row may be longer."""
+    activation_checkpointing: bool = False
+    cpu_offload: bool = False
+    """Optimiser state and reference stay in host memory."""
+    threads: Count = 1
+    """CPU threads per rank."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    recovery_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between node-local recovery checkpoints; 0 = none."""
+    startup_timeout_s: Positive = 300
+
+
+class WeightSync(Section):
+    transport: Literal["auto", "pull", "nccl", "ipc"] = "auto"
+    """auto = CUDA IPC when colocated, NCCL for a fixed pool on GPUs, pull elsewhere."""
+    timeout_s: Positive = 120
+    max_gap: Positive = 1e-3
+    """Largest |Δ log-prob| of the proof sequence that counts as verified (float32; use 0.05 with a bf16 engine)."""
+
+
+class Placement(Section):
+    layout: Literal["cpu", "colocated", "disaggregated"] = "cpu"
+    num_gpus: Annotated[int, Field(ge=0)] = 0
+    """GPUs of the run in all; 0 = by role."""
+    num_cpus: Positive = 1.0
+    """Logical CPUs of the run in all, shared out by role as fractions."""
+    timeout_s: Positive = 600
+    """Longest wait for the cluster to hold the plan."""
+    cluster_shape: str = ""
+    """YAML file with the largest shape that the cluster can take; '' = what is up."""
+    address: str = ""
+    """Ray address; '' = the cluster of this job, or a local one."""
+    object_store_gb: Positive = 0.5
+    """Object store of a local cluster."""
+
+
+class Eval(Section):
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations; 0 = only at the end."""
+    before_train: bool = True
+    tasks: Count = 200
+    """Held-out questions, always the same ones."""
+    memory_swap: bool = False
+    """Also evaluate with each <mem> replaced by another question's (does the answer depend on memory?)."""
+    probe_ratios: bool = False
+    """Also report p_mem_ratio and p_full_ratio on held-out oracle trajectories after the cold start."""
+
+
+class Config(Section):
+    run: Run = Run()
+    data: Data = Data()
+    cold_start: ColdStart | None = None
+    agent: Agent = Agent()
+    rollout: Rollout = Rollout()
+    retrieval: Retrieval = Retrieval()
+    reward: Reward = Reward()
+    memory_reward: MemoryReward = MemoryReward()
+    algorithm: Algorithm = Algorithm()
+    batch_executor: BatchExecutor = BatchExecutor()
+    policy: Policy = Policy()
+    weight_sync: WeightSync = WeightSync()
+    placement: Placement = Placement()
+    eval: Eval = Eval()
+    trackers: tuple[str, ...] = ()
+    """accelerate trackers by name (tensorboard, wandb, mlflow, …)."""
+    plugins: tuple[str, ...] = ()
+    """Python modules imported in every process: they register the user's own pieces."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        if self.rollout.top_p != 1 or self.rollout.top_k != 0:
+            raise ValueError(
+                "rollout.top_p / rollout.top_k: training needs the untruncated distribution; set top_p=1 and top_k=0"
+            )
+        a = self.algorithm
+        if a.kl_in_reward and a.kl_coef > 0:
+            raise ValueError("algorithm.kl_in_reward and algorithm.kl_coef > 0 exclude each other; set kl_coef=0")
+        if a.aggregation == "trajectory_sum_norm" and a.norm_length == 0:
+            raise ValueError("algorithm.norm_length: aggregation=trajectory_sum_norm needs a positive norm_length")
+        if a.adaptive_kl is not None and not a.kl_in_reward:
+            raise ValueError("algorithm.adaptive_kl needs algorithm.kl_in_reward=true")
+        if not self.rollout.min_replicas <= self.rollout.replicas <= self.rollout.max_replicas:
+            raise ValueError("rollout.replicas must lie between rollout.min_replicas and rollout.max_replicas")
+        return self
+
+    @property
+    def episodes_per_step(self) -> int:
+        return self.data.tasks_per_step * self.algorithm.group_size
+
+    @property
+    def needs_reference(self) -> bool:
+        a = self.algorithm
+        return a.kl_coef > 0 or a.kl_in_reward or self.memory_reward.scorer == "reference"

@@ -1,0 +1,1 @@
+"""EM, F1, total and peak tokens; memory ablations."""

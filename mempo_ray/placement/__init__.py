@@ -1,0 +1,1 @@
+"""Which role runs where: computed, printed, then reserved."""

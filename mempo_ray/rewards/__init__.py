@@ -1,0 +1,1 @@
+"""Scorers, managers, and the contract from score to token."""

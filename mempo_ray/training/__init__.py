@@ -1,0 +1,1 @@
+"""One FSDP rank as plain torch, runnable without Ray."""
