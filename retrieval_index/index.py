@@ -1,0 +1,107 @@
+"""An opened index: vectors in, rows and scores out; rows in, passages out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import faiss
+import numpy as np
+
+from retrieval_index import manifest as manifests
+from retrieval_index.corpus import Passage, PassageStore
+from retrieval_index.errors import DamagedIndex, DimensionMismatch
+from retrieval_index.manifest import PASSAGES_FILE, VECTORS_FILE, Manifest
+
+log = logging.getLogger(__name__)
+
+
+class PassageIndex:
+    """A FAISS index with its passages. On a CPU both are memory-mapped: opening reads neither.
+
+    `search` is not thread-safe on a GPU; `service.RetrievalService` calls it from one thread.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, vectors: faiss.Index, device: str) -> None:
+        self.folder, self.manifest, self.device = folder, manifest, device
+        self._vectors = vectors
+        self._passages = PassageStore(folder / PASSAGES_FILE)
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | Path,
+        *,
+        encoder_fingerprint: str | None = None,
+        device: str = "cpu",
+        num_threads: int | None = None,
+    ) -> PassageIndex:
+        """Check and open an index folder.
+
+        Args:
+            encoder_fingerprint: of the encoder that will make the queries; None skips that check.
+            device: `cpu` or `cuda`. Without a usable GPU it falls back to the CPU and logs why; the attribute
+                `device` says what came of it.
+            num_threads: of FAISS in this process (OpenMP, for all indexes); None leaves FAISS's default.
+
+        Raises:
+            The errors of `manifest.check`; DamagedIndex where FAISS cannot read the file.
+        """
+        folder = Path(folder)
+        manifest = manifests.check(folder, encoder_fingerprint=encoder_fingerprint)
+        if num_threads is not None:
+            faiss.omp_set_num_threads(num_threads)
+        try:
+            vectors = faiss.read_index(str(folder / VECTORS_FILE), faiss.IO_FLAG_MMAP_IFC)
+        except RuntimeError as error:
+            raise DamagedIndex(
+                f"FAISS cannot read {folder / VECTORS_FILE}: {error}", "index", manifests.BUILD_AGAIN
+            ) from error
+        for name, value in manifest.search.items():
+            faiss.ParameterSpace().set_index_parameter(vectors, name, value)
+        if device == "cuda":
+            vectors, device = _to_gpu(vectors)
+        return cls(folder, manifest, vectors, device)
+
+    def search(self, queries_SD: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+        """The nearest rows of each query, best first.
+
+        Args:
+            queries_SD: float32 [n, dim], normalised.
+            top_k: at least 1; an index of fewer passages returns all of them.
+
+        Returns:
+            rows int64 [n, k] and scores float32 [n, k], k = min(top_k, count). Row -1 fills up where an
+            approximate index found fewer.
+
+        Raises:
+            DimensionMismatch.
+        """
+        if queries_SD.ndim != 2 or queries_SD.shape[1] != self.manifest.dim:
+            raise DimensionMismatch(
+                f"queries have shape {queries_SD.shape}, the index has dimension {self.manifest.dim}",
+                "encoder",
+                f"use the encoder {self.manifest.encoder.name!r}",
+            )
+        scores, rows = self._vectors.search(np.ascontiguousarray(queries_SD), min(top_k, self.manifest.count))
+        return rows, scores
+
+    def passages(self, rows: Sequence[int], scores: Sequence[float]) -> tuple[Passage, ...]:
+        """The passages of one query's rows, those of row -1 left out."""
+        found = [(self._passages[int(row)], s) for row, s in zip(rows, scores, strict=True) if row >= 0]
+        return tuple(Passage(hit.id, hit.title, hit.text, float(score)) for hit, score in found)
+
+
+def _to_gpu(vectors: faiss.Index) -> tuple[faiss.Index, str]:
+    if not hasattr(faiss, "StandardGpuResources"):
+        reason = "this FAISS is built without GPU support (install faiss-gpu)"
+    elif faiss.get_num_gpus() == 0:
+        reason = "FAISS sees no GPU"
+    else:
+        try:
+            return faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), 0, vectors), "cuda"
+        except RuntimeError as error:  # HNSW has no GPU form; the memory may not suffice
+            reason = f"FAISS could not copy the index: {error}"
+    log.warning("retrieval runs on the CPU: %s", reason)
+    return vectors, "cpu"
