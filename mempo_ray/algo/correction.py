@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
+"""Log ratios are clamped to ± this before exp: e^20 is far outside any clip range, e^90 overflows float32."""
 
 
 def correction_weight(old_logp: Tensor, sampler_logp: Tensor, *, cap: float) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0
+from mempo_ray.algo.correction import MAX_LOG_RATIO
+
 MAX_K3 = 10.0
 """k3 grows like exp(−log ratio); one token must not decide a step."""
 

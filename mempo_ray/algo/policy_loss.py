@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0
-"""Log ratios are clamped to ± this before exp: e^20 is far outside any clip range, e^90 overflows float32."""
+from mempo_ray.algo.correction import MAX_LOG_RATIO
 
 
 class Surrogate(NamedTuple):

@@ -85,11 +85,15 @@ class Passage:
 
 @dataclass(frozen=True)
 class Probe:
-    """`<answer>` + gold + `</answer>` encoded once; `ids[start:stop]` are the scored gold tokens (§3)."""
+    """`<answer>` + gold + `</answer>` encoded once; `ids[start:stop]` are the scored gold tokens (§3).
+
+    Probes of one `objective` are its aliases; `algo.memory_reward.plan_probes` says which texts to encode.
+    """
 
     ids: tuple[int, ...]
     start: int
     stop: int
+    objective: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,7 +287,7 @@ class TrajectoryBatch(Batch):
             "format_failed": [[n for n, ok in t.format_report.items() if not ok] for t, _, _ in rows],
             "format_passed": [[n for n, ok in t.format_report.items() if ok] for t, _, _ in rows],
             "answer": [t.answer for t, _, _ in rows],
-            "probes": [json.dumps([[p.ids, p.start, p.stop] for p in t.probes]) for t, _, _ in rows],
+            "probes": [json.dumps([[p.ids, p.start, p.stop, p.objective] for p in t.probes]) for t, _, _ in rows],
             "finish_reason": [turn.finish_reason for _, _, turn in rows],
             "text": [turn.text for _, _, turn in rows],
             "query": [turn.query for _, _, turn in rows],
@@ -322,7 +326,7 @@ class TrajectoryBatch(Batch):
             turns=turns,
             end_reason=EndReason(texts["end_reason"][start]),
             format_report={**dict.fromkeys(passed, True), **dict.fromkeys(failed, False)},
-            probes=tuple(Probe(tuple(ids), a, b) for ids, a, b in json.loads(texts["probes"][start])),
+            probes=tuple(Probe(tuple(ids), *rest) for ids, *rest in json.loads(texts["probes"][start])),
             answer=texts["answer"][start],
             detail=texts["detail"][start],
             num_reencoded=int(self.fixed["num_reencoded"][start]),
