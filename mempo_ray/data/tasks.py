@@ -1,0 +1,192 @@
+"""Rows of a file, or questions of the synthetic world, as Tasks in a seeded order with a saved position.
+
+    source --read_tasks--> list[Task] --TaskSource--> next(n): the next n tasks, epoch after epoch
+
+A row needs a question and an answer; every other column is optional (docs/data.md has the table). Rows of verl's
+Parquet files are understood as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from mempo_ray.contracts.trajectory import Task
+from mempo_ray.data.world import is_synthetic, synthetic_tasks
+from mempo_ray.errors import DataError
+
+OBJECTIVE_SEPARATOR = ";"
+KEPT_COLUMNS = ("supporting_ids",)
+"""Columns beside ``metadata`` that travel in ``Task.metadata``."""
+
+
+def read_tasks(source: str, question_key: str = "question", answer_key: str = "golden_answers") -> list[Task]:
+    """All tasks of a source, in file order.
+
+    Args:
+        source: a .jsonl or .parquet file, or "synthetic:train" / "synthetic:eval" (with ?seed=…, see data/world.py).
+        question_key: column of the question.
+        answer_key: column of the gold answer(s).
+
+    Raises:
+        DataError: no such file, or a row that cannot be a task; names the file, the row (1 = first) and the remedy.
+    """
+    if is_synthetic(source):
+        return synthetic_tasks(source)
+    path = Path(source)
+    tasks, seen = [], {}
+    for number, row in enumerate(_read_rows(path), start=1):
+        where = f"{path}, row {number}"
+        task = _task_of_row(row, question_key, answer_key, f"{path.stem}-{number}", where)
+        if task.task_id in seen:
+            raise DataError(f"{where}: id {task.task_id!r} is already row {seen[task.task_id]}; ids must be different")
+        seen[task.task_id] = number
+        tasks.append(task)
+    if not tasks:
+        raise DataError(f"{path}: no rows; give a file with at least one question")
+    return tasks
+
+
+class TaskSource:
+    """An endless, seeded stream of tasks. Each epoch holds every task once, in an order of its own.
+
+    ``state()`` is all that a checkpoint needs: with the same tasks and seed, ``restore(state())`` continues exactly.
+    """
+
+    def __init__(self, tasks: Sequence[Task], seed: int = 0, shuffle: bool = True) -> None:
+        if not tasks:
+            raise DataError("a task source needs at least one task")
+        self._tasks = tuple(tasks)
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch = 0
+        self._position = 0
+        self._order = self._order_of(0)
+
+    def __len__(self) -> int:
+        """Tasks per epoch."""
+        return len(self._tasks)
+
+    def next(self, n: int) -> list[Task]:
+        """The next ``n`` tasks; a batch may cross the border of two epochs and then hold a task twice."""
+        batch = []
+        while len(batch) < n:
+            if self._position == len(self._tasks):
+                self._epoch, self._position = self._epoch + 1, 0
+                self._order = self._order_of(self._epoch)
+            batch.append(self._tasks[self._order[self._position]])
+            self._position += 1
+        return batch
+
+    def state(self) -> dict[str, int]:
+        """Where the stream stands, JSON-able: epoch, position in it, seed, and the number of tasks."""
+        return {"epoch": self._epoch, "position": self._position, "seed": self._seed, "num_tasks": len(self)}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Continue where ``state`` was taken. Raises DataError for the state of another seed or file length."""
+        if (state["seed"], state["num_tasks"]) != (self._seed, len(self)):
+            raise DataError(
+                f"the saved data position is of {state['num_tasks']} tasks with seed {state['seed']}, this run has "
+                f"{len(self)} with seed {self._seed}; resume with the same data.train and run.seed, or start new"
+            )
+        self._epoch, self._position = state["epoch"], state["position"]
+        self._order = self._order_of(self._epoch)
+
+    def _order_of(self, epoch: int) -> list[int]:
+        order = list(range(len(self._tasks)))
+        if self._shuffle:
+            random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order
+
+
+def _read_rows(path: Path) -> Iterator[dict]:
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; set data.train / data.eval to a .jsonl or .parquet file")
+    if path.suffix == ".parquet":
+        for batch in pq.ParquetFile(path).iter_batches():
+            yield from batch.to_pylist()
+    elif path.suffix == ".jsonl":
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield _parse_line(line, f"{path}, line {number}")
+    else:
+        raise DataError(f"{path}: unknown kind {path.suffix!r}; use .jsonl or .parquet")
+
+
+def _parse_line(line: str, where: str) -> dict:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not JSON ({error}); each line holds one object") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: a {type(row).__name__}, not an object; each line holds one object")
+    return row
+
+
+def _task_of_row(row: dict, question_key: str, answer_key: str, default_id: str, where: str) -> Task:
+    question = row.get(question_key) or _verl_question(row)
+    if not isinstance(question, str) or not question.strip():
+        raise DataError(f"{where}: no question in column {question_key!r}; set data.question_key to the right column")
+    answers = row.get(answer_key)
+    if answers is None:
+        answers = (row.get("reward_model") or {}).get("ground_truth")
+    metadata = dict(row.get("metadata") or row.get("extra_info") or {})
+    metadata |= {name: row[name] for name in KEPT_COLUMNS if row.get(name) is not None}
+    return Task(
+        task_id=str(row.get("id") or metadata.get("id") or default_id),
+        question=question.strip(),
+        golds=_golds(answers, answer_key, where),
+        data_source=str(row.get("data_source") or "own"),
+        metadata=metadata,
+    )
+
+
+def _verl_question(row: dict) -> str | None:
+    """The last user message of verl's ``prompt`` column."""
+    messages = row.get("prompt")
+    if isinstance(messages, str):
+        return messages
+    return next((m["content"] for m in reversed(messages or []) if m.get("role") == "user"), None)
+
+
+def _golds(answers: object, answer_key: str, where: str) -> tuple[tuple[str, ...], ...]:
+    """str, list of aliases, or list of lists (objectives × aliases), plain or under "target", Python or numpy.
+
+    Aliases without content are left out, since an empty answer would match them; a row with no other is refused.
+    """
+    if isinstance(answers, Mapping):
+        answers = answers.get("target")
+    if hasattr(answers, "tolist"):
+        answers = answers.tolist()
+    if isinstance(answers, str | int | float):
+        answers = [answers]
+    if not answers:
+        raise DataError(f"{where}: no answer in column {answer_key!r}; fill it in, or set data.answer_key")
+    answers = [a.tolist() if hasattr(a, "tolist") else a for a in answers]
+    objectives = answers if isinstance(answers[0], list | tuple) else [answers]
+    golds = tuple(tuple(filter(_has_content, (str(a).strip() for a in aliases))) for aliases in objectives)
+    for aliases, given in zip(golds, objectives, strict=True):
+        if not aliases:
+            raise DataError(
+                f"{where}: the answer {list(given)} is empty once case, punctuation and articles are gone, so any "
+                "empty answer would match it; give it words or drop the row"
+            )
+        if len(golds) > 1 and (bad := [a for a in aliases if OBJECTIVE_SEPARATOR in a]):
+            raise DataError(
+                f"{where}: {bad[0]!r} holds {OBJECTIVE_SEPARATOR!r}, which separates objectives; "
+                "rewrite the answer without it"
+            )
+    return golds
+
+
+def _has_content(alias: str) -> bool:
+    """Whether anything is left after §2's normalisation (lower case, punctuation, articles, white space)."""
+    words = alias.lower().translate(str.maketrans("", "", string.punctuation))
+    return bool(re.sub(r"\b(a|an|the)\b", " ", words).strip())

@@ -1,0 +1,138 @@
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mempo_ray.contracts.trajectory import Task
+from mempo_ray.data.tasks import TaskSource, read_tasks
+from mempo_ray.errors import DataError
+
+
+def write_jsonl(path, rows):
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return str(path)
+
+
+def one_gold(tmp_path, answer):
+    return read_tasks(write_jsonl(tmp_path / "t.jsonl", [{"question": "q", "golden_answers": answer}]))[0].golds
+
+
+def numbered(n):
+    return [Task(f"t{i}", "q", (("a",),), "own") for i in range(n)]
+
+
+# --- rows ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "golds"),
+    [
+        ("Paris", (("Paris",),)),
+        (["Paris", "Paris, France"], (("Paris", "Paris, France"),)),
+        ([["Paris"], ["1789", "in 1789"]], (("Paris",), ("1789", "in 1789"))),
+        ({"target": "Paris"}, (("Paris",),)),
+        ({"target": [["Paris"], ["1789"]]}, (("Paris",), ("1789",))),
+        (1789, (("1789",),)),
+        (["the", "Paris"], (("Paris",),)),
+    ],
+)
+def test_answers_may_be_text_aliases_or_objectives(tmp_path, answer, golds):
+    assert one_gold(tmp_path, answer) == golds
+
+
+def test_a_question_and_an_answer_column_of_any_name_are_enough(tmp_path):
+    path = write_jsonl(tmp_path / "mine.jsonl", [{"frage": "Wo?", "antwort": "Ulm"}])
+    assert read_tasks(path, "frage", "antwort") == [Task("mine-1", "Wo?", (("Ulm",),), "own", {})]
+
+
+def test_parquet_rows_of_verl_are_read_as_they_are(tmp_path):
+    row = {
+        "data_source": "nq",
+        "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "Who?"}],
+        "ability": "qa",
+        "reward_model": {"style": "rule", "ground_truth": {"target": ["Ann", "Anna"]}},
+        "extra_info": {"index": 4, "split": "train"},
+    }
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "verl.parquet")
+    (task,) = read_tasks(str(tmp_path / "verl.parquet"))
+    assert task == Task("verl-1", "Who?", (("Ann", "Anna"),), "nq", {"index": 4, "split": "train"})
+
+
+def test_supporting_ids_travel_in_the_metadata_for_the_oracle(tmp_path):
+    row = {"id": "x", "question": "q", "golden_answers": ["a b"], "supporting_ids": ["p1"], "metadata": {"hops": 2}}
+    (task,) = read_tasks(write_jsonl(tmp_path / "t.jsonl", [row]))
+    assert task.metadata == {"hops": 2, "supporting_ids": ["p1"]}
+
+
+def test_numpy_answers_are_answers(tmp_path):
+    from mempo_ray.data.tasks import _golds
+
+    nested = np.array([np.array(["Ann"]), np.array(["Bob", "Rob"])], dtype=object)
+    assert _golds({"target": nested}, "a", "row 1") == (("Ann",), ("Bob", "Rob"))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "q"}, r"row 2: no answer in column 'golden_answers'.*data\.answer_key"),
+        ({"question": "q", "golden_answers": []}, "row 2: no answer"),
+        ({"golden_answers": "a b"}, r"row 2: no question in column 'question'.*data\.question_key"),
+        ({"question": "q", "golden_answers": ["The", "a."]}, "row 2: the answer .* is empty"),
+        ({"question": "q", "golden_answers": [["x"], ["y; z"]]}, "row 2: 'y; z' holds ';'"),
+        ({"question": "q", "golden_answers": "x", "id": "first"}, "row 2: id 'first' is already row 1"),
+    ],
+)
+def test_a_bad_row_is_refused_with_its_number_and_the_remedy(tmp_path, row, message):
+    path = write_jsonl(tmp_path / "t.jsonl", [{"id": "first", "question": "q", "golden_answers": "x"}, row])
+    with pytest.raises(DataError, match=message):
+        read_tasks(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("gone.jsonl", None, r"no such file; set data\.train"),
+        ("t.csv", "q,a", "use .jsonl or .parquet"),
+        ("t.jsonl", '{"question": ', "line 1: not JSON"),
+        ("t.jsonl", "[1]", "line 1: a list, not an object"),
+        ("t.jsonl", "", "no rows"),
+    ],
+)
+def test_a_file_that_is_no_task_file_says_why(tmp_path, name, text, message):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=message):
+        read_tasks(str(tmp_path / name))
+
+
+# --- order -----------------------------------------------------------------------------------------------------
+
+
+def test_each_epoch_holds_every_task_once_in_another_order():
+    source = TaskSource(numbered(20), seed=1)
+    first, second = ([t.task_id for t in source.next(20)] for _ in range(2))
+    assert sorted(first) == sorted(second) == sorted(t.task_id for t in numbered(20))
+    assert first != second
+
+
+def test_without_shuffle_the_order_is_the_file_s():
+    assert [t.task_id for t in TaskSource(numbered(3), shuffle=False).next(4)] == ["t0", "t1", "t2", "t0"]
+
+
+@pytest.mark.parametrize("taken", [0, 5, 7, 12])
+def test_a_restored_source_goes_on_as_if_never_stopped(taken):
+    stopped, whole = (TaskSource(numbered(7), seed=2) for _ in range(2))
+    stopped.next(taken)
+    state = json.loads(json.dumps(stopped.state()))
+    resumed = TaskSource(numbered(7), seed=2)
+    resumed.restore(state)
+    whole.next(taken)
+    assert resumed.next(9) == whole.next(9)
+
+
+def test_a_position_of_another_file_or_seed_is_refused():
+    state = TaskSource(numbered(7), seed=2).state()
+    with pytest.raises(DataError, match="7 tasks with seed 2"):
+        TaskSource(numbered(7), seed=3).restore(state)
