@@ -19,7 +19,9 @@ NonNegative = Annotated[float, Field(ge=0)]
 class Section(BaseModel):
     """Base of all sections: immutable, and a key that nobody reads is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, coerce_numbers_to_str=True, protected_namespaces=()
+    )
 
 
 class Run(Section):

@@ -1,0 +1,143 @@
+"""From a YAML file and `key=value` words to a frozen `Config`, or to one clear line a mistake.
+
+    command line ──▶ file (or the embedded quickstart) ──▶ ${oc.env:VAR,default} ──▶ overrides ──▶ schema
+
+No torch, ray or transformers here: a wrong key is reported within a second.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from mempo_ray.config.reference import expected, fields
+from mempo_ray.config.schema import Config
+from mempo_ray.errors import ConfigError
+
+QUICKSTART = Path(__file__).parents[1] / "assets" / "quickstart.yaml"
+"""The run of `python -m mempo_ray.driver` without arguments; `configs/quickstart.yaml` is a link to it."""
+
+USAGE = "usage: python -m mempo_ray.driver [--config FILE] [--dry-run] [key=value ...]"
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """`[--config FILE] [--dry-run] [key=value …]`, in any order. `file` is None for the embedded quickstart."""
+
+    file: Path | None
+    overrides: tuple[str, ...]
+    dry_run: bool
+
+
+def parse_command_line(argv: Sequence[str]) -> CommandLine:
+    """Raises ConfigError for a word that is neither a known option nor `key=value`."""
+    file: Path | None = None
+    overrides: list[str] = []
+    dry_run = False
+    words = iter(argv)
+    for word in words:
+        option, _, value = word.partition("=")
+        if option == "--config":
+            value = value or next(words, "")
+            if not value:
+                raise ConfigError("--config needs a file: --config configs/quickstart.yaml")
+            file = Path(value)
+        elif word == "--dry-run":
+            dry_run = True
+        elif not word.startswith("-") and "=" in word:
+            overrides.append(word)
+        else:
+            raise ConfigError(f"{word!r} is neither an option nor key=value.\n{USAGE}")
+    return CommandLine(file, tuple(overrides), dry_run)
+
+
+def load_config(argv: Sequence[str] = ()) -> Config:
+    """The configuration that a command line asks for. Raises ConfigError, one line a mistake."""
+    line = parse_command_line(argv)
+    return load_file(line.file, line.overrides)
+
+
+def load_file(file: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """A file (None = the embedded quickstart), then dotted overrides such as `rollout.replicas=2`."""
+    path = QUICKSTART if file is None else Path(file)
+    try:
+        tree = OmegaConf.load(path)
+    except FileNotFoundError:
+        raise ConfigError(f"--config {path}: no such file. The shipped ones are in configs/.") from None
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: cannot be read as YAML: {' '.join(str(error).split())}") from None
+    try:
+        merged = OmegaConf.merge(tree, *(_override(word) for word in overrides))
+        raw = OmegaConf.to_container(merged, resolve=True)
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", "") or "configuration"
+        raise ConfigError(f"{key}: {str(error).splitlines()[0]}. Set the variable or write the value out.") from None
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"--config {path}: expected sections (run:, data:, …), got {type(raw).__name__}")
+    return build(raw)
+
+
+def build(raw: Mapping) -> Config:
+    """A plain nested mapping to a `Config`. Raises ConfigError."""
+    unknown = [_unknown_key(key) for key in _dotted(raw) if key not in fields()]
+    if unknown:
+        raise ConfigError("\n".join(unknown))
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError("\n".join(dict.fromkeys(_mistake(item) for item in error.errors()))) from None
+
+
+def resolved_yaml(config: Config) -> str:
+    """The whole configuration, defaults included, as YAML that `load_file` reads back to an equal `Config`."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def fail(error: Exception) -> int:
+    """Print a failure for a person (stderr, no traceback); returns the process's exit code."""
+    print(f"mempo_ray: {error}", file=sys.stderr)
+    return getattr(error, "exit_code", 1)
+
+
+def _override(word: str):
+    key, _, _ = word.partition("=")
+    try:
+        return OmegaConf.from_dotlist([word])
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(f"{key}: the value in {word!r} is not YAML: {str(error).splitlines()[0]}") from None
+
+
+def _dotted(raw: Mapping, prefix: str = "") -> Iterator[str]:
+    """Dotted keys of sections and leaves, as far down as the schema has sections."""
+    for name, value in raw.items():
+        key = f"{prefix}{name}"
+        yield key
+        if isinstance(value, Mapping) and key in fields():
+            yield from _dotted(value, f"{key}.")
+
+
+def _unknown_key(key: str) -> str:
+    nearest = difflib.get_close_matches(key, fields(), n=1, cutoff=0.4)
+    if not nearest:  # a right name in a wrong section: compare last parts
+        by_name = {known.rpartition(".")[2]: known for known in fields()}
+        nearest = [by_name[n] for n in difflib.get_close_matches(key.rpartition(".")[2], by_name, n=1, cutoff=0.0)]
+    return f"{key}: unknown configuration key. Did you mean {nearest[0]}? All keys: docs/configuration.md."
+
+
+def _mistake(item: Mapping) -> str:
+    key = ".".join(str(part) for part in item["loc"])
+    while key and key not in fields():  # the place inside a list
+        key = key.rpartition(".")[0]
+    message = item["msg"].removeprefix("Value error, ")
+    if not key:  # a rule over several keys names them itself
+        return message
+    meaning = fields()[key].description if key in fields() else None
+    return f"{key}: got {item['input']!r}, expected {expected(key)}." + (f" Meaning: {meaning}" if meaning else "")

@@ -1,0 +1,83 @@
+"""The only place that makes Ray placement groups: a `Plan` becomes a `Reservation`.
+
+consumes: a `Plan` without shortages and a running Ray · waits for: the cluster to hold all bundles, with a
+deadline, logging what is missing · on failure: the group is removed and PlacementError says what was not free
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from mempo_ray.errors import PlacementError
+from mempo_ray.placement.plan import ClusterShape, Node, Plan
+
+log = logging.getLogger(__name__)
+
+LOG_EVERY_S = 10.0
+
+
+@dataclass(frozen=True, eq=False)
+class Reservation:
+    """Reserved bundles. Actors are made with `Actor.options(**reservation.options(role, index)).remote(...)`."""
+
+    plan: Plan
+    group: PlacementGroup
+
+    def options(self, role: str, index: int = 0) -> dict[str, object]:
+        """Ray options of one actor of a role: its CPUs, GPUs and bundle. Raises KeyError for an unknown actor."""
+        known = {r.name: r for r in self.plan.roles}[role]
+        if not 0 <= index < known.count:
+            raise KeyError(f"{role}[{index}]: the plan has {known.count}")
+        options: dict[str, object] = {"num_cpus": known.cpus, "num_gpus": known.gpus}
+        bundle = self.plan.bundle_of(role, index)
+        if bundle is not None:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self.group, bundle)
+        return options
+
+    def release(self) -> None:
+        """Give the resources back; actors that still live on them are ended by Ray."""
+        remove_placement_group(self.group)
+
+
+def cluster_shape() -> ClusterShape:
+    """The live nodes of the connected Ray cluster."""
+    nodes = []
+    for info in ray.nodes():
+        resources = info["Resources"]
+        if info["Alive"]:
+            nodes.append(Node(resources.get("CPU", 0), resources.get("GPU", 0), resources.get("memory", 0) / 1e9,
+                              name=info["NodeManagerAddress"]))  # fmt: skip
+    return ClusterShape(tuple(nodes), f"the Ray cluster ({len(nodes)} node{'s' if len(nodes) != 1 else ''})")
+
+
+def reserve(plan: Plan, timeout_s: float) -> Reservation:
+    """Make the placement group and wait until it is ready.
+
+    Raises:
+        PlacementError: the plan has shortages, or the resources did not come free within `timeout_s` seconds.
+    """
+    plan.require()
+    group = placement_group([dict(b.resources) for b in plan.bundles], strategy="PACK")
+    deadline = time.monotonic() + timeout_s
+    while not group.wait(min(LOG_EVERY_S, max(0.1, deadline - time.monotonic()))):
+        missing = _missing_now(plan)
+        if time.monotonic() >= deadline:
+            remove_placement_group(group)
+            raise PlacementError(
+                f"placement.timeout_s: after {timeout_s:g} s the cluster has not freed what the run needs: {missing}. "
+                "End another run, add nodes, or lower placement.num_cpus."
+            )
+        log.warning("waiting for the cluster: %s", missing)
+    return Reservation(plan, group)
+
+
+def _missing_now(plan: Plan) -> str:
+    free = ray.available_resources()
+    wants = {"CPU": plan.cpus, "GPU": plan.gpus}
+    return ", ".join(f"{unit} {free.get(unit, 0):g} free of {need:g} needed" for unit, need in wants.items() if need)
