@@ -64,13 +64,18 @@ class Task:
 
 @dataclass(frozen=True)
 class EpisodeRequest:
-    """Run one episode: sibling `sibling` of `task`, its `attempt`-th try. Same sibling, same seeds."""
+    """Run one episode: sibling `sibling` of `task`, its `attempt`-th try. Same sibling, same seeds.
+
+    `forced_memory_S` (evaluation only) replaces the `<mem>` block of turn t by the ids of its entry t, the last entry
+    standing for all later turns: the turn starts with them and the policy samples the rest.
+    """
 
     task: Task
     sibling: int
     seed: int  # of the sibling; turn t samples with turn_seed(seed, t)
     attempt: int = 0
     greedy: bool = False
+    forced_memory_S: tuple[tuple[int, ...], ...] | None = None
 
 
 @dataclass(frozen=True)
