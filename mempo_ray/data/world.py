@@ -8,12 +8,12 @@ without contradicting each other, and so that a held-out world shares no person,
 world. A fact is one line with the key directly before the value, "mentor Boko Sari ." (the mentor of Boko is Sari):
 an induction head finds it, which is why a tiny model can learn the task at all.
 
-Every person and place has exactly ``FACTS_PER_SUBJECT`` facts, and a search for a name returns all of them, so each
-search brings two distractors with the same subject. Both kinds of question ask for *two* values that no single
-search returns, and the first one is gone from the context (``agent.context: last_turn``) when the answer is due:
+A search for "mentor Boko" returns that line and two distractors that share a word with it: another fact of Boko, a
+fact whose value is Boko, or somebody else's mentor. Both kinds of question ask for *two* values that no single search
+returns, and the first one is gone from the context (``agent.context: last_turn``) when the answer is due:
 
-    two hops,   3 turns:  "mentor Boko and home Vela ?"           -> search Boko, search Vela, answer
-    three hops, 4 turns:  "mentor Boko and home of boss Vela ?"   -> search Boko, search Vela, search Kim, answer
+    two hops,   3 turns:  "mentor Boko and home Vela ?"           -> mentor Boko, home Vela, answer
+    three hops, 4 turns:  "mentor Boko and home of boss Vela ?"   -> mentor Boko, boss Vela, home Kim, answer
 
 Neither a later query nor a later tool response names the first value: it reaches the answer through ``<mem>`` only.
 """
@@ -180,10 +180,10 @@ class Atlas:
         return self.worlds[:border] if split == "train" else self.worlds[border:]
 
     def passages(self) -> Iterator[Passage]:
-        """One passage per fact of every world of both splits; the title is the subject."""
+        """One passage per fact of every world of both splits, without a title: the line says it all."""
         for world in self.worlds:
             for fact in world.facts:
-                yield Passage(world.passage_id(fact), fact.subject, fact.text)
+                yield Passage(world.passage_id(fact), "", fact.text)
 
     def questions(self, split: Split) -> tuple[Question, ...]:
         """``spec.tasks`` different questions over the worlds of a split, the same ones for the same spec."""
