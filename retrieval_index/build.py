@@ -51,15 +51,15 @@ class IndexPlan:
 def plan_index(kind: str, count: int, dim: int) -> IndexPlan:
     """Choose parameters from size alone.
 
-    `flat` is exact. `ivf` visits an eighth of 4·√n lists (at least 8), `ivfpq` the same with dim/4 bytes a
-    vector, `hnsw` has 32 links a node.
+    `flat` is exact. `ivf` has 4·√n lists and visits a quarter of them, at most 64 (0.98 of flat's top 6 on
+    15,000 MiniLM vectors); `ivfpq` the same with dim/4 bytes a vector; `hnsw` has 32 links a node.
 
     Raises:
         BuildError: unknown kind, or too few passages to train it.
     """
     num_lists = max(1, min(int(4 * math.sqrt(count)), count // TRAINING_ROWS_PER_LIST))
     num_training_rows = min(count, num_lists * TRAINING_ROWS_PER_LIST)
-    nprobe = {"nprobe": min(num_lists, max(8, num_lists // 8))}
+    nprobe = {"nprobe": min(num_lists, max(8, min(num_lists // 4, 64)))}
     if kind == "flat":
         return IndexPlan("Flat", 0, {})
     if kind == "hnsw":

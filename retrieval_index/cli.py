@@ -60,7 +60,7 @@ def build(
     """Encode a corpus and write an index folder."""
     from retrieval_index.build import build_index
 
-    given = {
+    given: dict[str, Any] = {
         "dim": dim,
         "pooling": pooling,
         "query_prefix": query_prefix,

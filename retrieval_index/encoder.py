@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -43,11 +44,12 @@ class Encoder(Protocol):
     def encode_passages(self, texts: Sequence[str]) -> Vectors: ...
 
 
-def make_encoder(name: str, *, device: str = "cpu", **settings: Any) -> Encoder:
+def make_encoder(name: str, *, device: str = "cpu", num_threads: int | None = None, **settings: Any) -> Encoder:
     """The encoder of this name: `hash`, `minilm`, or the path of a transformers or sentence-transformers folder.
 
     Args:
-        device: where a transformer runs; no part of the fingerprint.
+        device: where a transformer runs; like the threads, no part of the fingerprint.
+        num_threads: of torch in this process, set when a transformer encodes; None leaves torch's default.
         settings: as recorded in a manifest: `dim` for `hash`; `pooling`, `query_prefix`, `passage_prefix`,
             `max_length` for a folder.
 
@@ -57,21 +59,20 @@ def make_encoder(name: str, *, device: str = "cpu", **settings: Any) -> Encoder:
     if name == "hash":
         return HashEncoder(**settings)
     folder = minilm_folder() if name == "minilm" else Path(name)
-    return TransformerEncoder(folder, name=name, device=device, **settings)
+    return TransformerEncoder(folder, name=name, device=device, num_threads=num_threads, **settings)
 
 
 # --- hashed bag of words -------------------------------------------------------------------------------------
-
-PAIR_WEIGHT = 1.5
 
 
 class HashEncoder:
     """Deterministic hashed words and neighbouring pairs: for synthetic worlds and tests.
 
-    Each distinct word, and each pair of neighbours in either order, stands for a random vector of ±1 drawn from
-    the bits of its SHAKE-256 digest: two different features overlap by about 1/√dim, so collisions are soft,
-    and the same text gives the same vector in every process. Pairs tell "mentor Boko Sari" (Boko's mentor) from
-    "mentor Sari Boko": for the query "mentor Boko" the first shares two words and a pair, the second two words.
+    Each word, and each pair of neighbours in either order, stands for a random vector of ±1 drawn from the bits
+    of its SHAKE-256 digest: two different features overlap by about 1/√dim, so collisions are soft, and the
+    same text gives the same vector in every process. In a passage a feature counts 1/position, since the title
+    comes first; in a query all count alike. So "Boko" finds the passages titled Boko before those that mention
+    him, and "mentor Boko" finds "mentor Boko Sari ." before "mentor Sari Boko ." (two words, but not the pair).
     """
 
     name = "hash"
@@ -81,25 +82,29 @@ class HashEncoder:
             raise EncoderError(f"dim {dim} is no multiple of 8", "encoder", "use 256, 512 or 1024")
         self.dim = dim
         self.settings: dict[str, Any] = {"dim": dim}
-        self.fingerprint = hashlib.sha256(f"hash 1 dim={dim} pairs={PAIR_WEIGHT}".encode()).hexdigest()
+        self.fingerprint = hashlib.sha256(f"hash encoder, form 1, dim {dim}".encode()).hexdigest()
 
     def encode_queries(self, texts: Sequence[str]) -> Vectors:
         """float32 [n, dim]; a query without a word is the zero vector."""
-        sums = [self._sum_of_features(text) for text in texts]
+        return self._encode(texts, fading=False)
+
+    def encode_passages(self, texts: Sequence[str]) -> Vectors:
+        """float32 [n, dim]; a passage without a word is the zero vector."""
+        return self._encode(texts, fading=True)
+
+    def _encode(self, texts: Sequence[str], fading: bool) -> Vectors:
+        sums = [self._sum_of_features(text, fading) for text in texts]
         return normalise(np.array(sums, np.float32).reshape(-1, self.dim))
 
-    encode_passages = encode_queries
-
-    def _sum_of_features(self, text: str) -> np.ndarray:
+    def _sum_of_features(self, text: str, fading: bool) -> np.ndarray:
         words = re.findall(r"\w+", text.casefold())
-        features = dict.fromkeys(words, 1.0)
-        features |= {" ".join(sorted(pair)): PAIR_WEIGHT for pair in pairwise(words)}
-        if not features:
-            return np.zeros(self.dim, np.float32)
-        digests = b"".join(hashlib.shake_256(feature.encode()).digest(self.dim // 8) for feature in features)
-        signs = np.unpackbits(np.frombuffer(digests, np.uint8)).reshape(len(features), self.dim)
-        weights = np.fromiter(features.values(), np.float32, len(features))
-        return weights @ (2 * signs.astype(np.float32) - 1)
+        weights: dict[str, float] = defaultdict(float)
+        for features in (words, [" ".join(sorted(pair)) for pair in pairwise(words)]):
+            for position, feature in enumerate(features, start=1):
+                weights[feature] += 1 / position if fading else 1
+        digests = b"".join(hashlib.shake_256(feature.encode()).digest(self.dim // 8) for feature in weights)
+        bits = np.unpackbits(np.frombuffer(digests, np.uint8)).reshape(len(weights), self.dim)
+        return np.fromiter(weights.values(), np.float32, len(weights)) @ (2 * bits.astype(np.float32) - 1)
 
 
 # --- transformers --------------------------------------------------------------------------------------------
@@ -122,12 +127,13 @@ class TransformerEncoder:
         *,
         name: str = "",
         device: str = "cpu",
+        num_threads: int | None = None,
         pooling: str | None = None,
         query_prefix: str = "",
         passage_prefix: str = "",
         max_length: int | None = None,
     ) -> None:
-        self._folder, self._device = folder, device
+        self._folder, self._device, self._num_threads = folder, device, num_threads
         self._config = _read_json(folder / "config.json", "check the path; `minilm` and `hash` are also names")
         if not (folder / "tokenizer.json").is_file() and not (folder / "vocab.txt").is_file():
             raise EncoderError(f"{folder} has no tokenizer", "encoder", "copy tokenizer.json beside config.json")
@@ -194,6 +200,8 @@ class TransformerEncoder:
         import torch
 
         tokenizer, model = self._model
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)  # here: OpenMP's setting belongs to the calling thread
         batch = tokenizer(
             texts, padding=True, truncation=True, max_length=self.settings["max_length"], return_tensors="pt"
         ).to(self._device)

@@ -23,9 +23,11 @@ class PassageIndex:
     `search` is not thread-safe on a GPU; `service.RetrievalService` calls it from one thread.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, vectors: faiss.Index, device: str) -> None:
+    def __init__(
+        self, folder: Path, manifest: Manifest, vectors: faiss.Index, device: str, num_threads: int | None
+    ) -> None:
         self.folder, self.manifest, self.device = folder, manifest, device
-        self._vectors = vectors
+        self._vectors, self._num_threads = vectors, num_threads
         self._passages = PassageStore(folder / PASSAGES_FILE)
 
     @classmethod
@@ -43,15 +45,13 @@ class PassageIndex:
             encoder_fingerprint: of the encoder that will make the queries; None skips that check.
             device: `cpu` or `cuda`. Without a usable GPU it falls back to the CPU and logs why; the attribute
                 `device` says what came of it.
-            num_threads: of FAISS in this process (OpenMP, for all indexes); None leaves FAISS's default.
+            num_threads: of FAISS, set in the thread that searches; None leaves FAISS's default.
 
         Raises:
             The errors of `manifest.check`; DamagedIndex where FAISS cannot read the file.
         """
         folder = Path(folder)
         manifest = manifests.check(folder, encoder_fingerprint=encoder_fingerprint)
-        if num_threads is not None:
-            faiss.omp_set_num_threads(num_threads)
         try:
             vectors = faiss.read_index(str(folder / VECTORS_FILE), faiss.IO_FLAG_MMAP_IFC)
         except RuntimeError as error:
@@ -62,7 +62,7 @@ class PassageIndex:
             faiss.ParameterSpace().set_index_parameter(vectors, name, value)
         if device == "cuda":
             vectors, device = _to_gpu(vectors)
-        return cls(folder, manifest, vectors, device)
+        return cls(folder, manifest, vectors, device, num_threads)
 
     def search(self, queries_SD: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
         """The nearest rows of each query, best first.
@@ -84,6 +84,8 @@ class PassageIndex:
                 "encoder",
                 f"use the encoder {self.manifest.encoder.name!r}",
             )
+        if self._num_threads is not None:
+            faiss.omp_set_num_threads(self._num_threads)  # here: OpenMP's setting belongs to the calling thread
         scores, rows = self._vectors.search(np.ascontiguousarray(queries_SD), min(top_k, self.manifest.count))
         return rows, scores
 

@@ -32,6 +32,8 @@ from retrieval_index.encoder import Encoder, make_encoder
 from retrieval_index.errors import RetrievalIndexError, SearchFailed, SearchTimeout, ServiceClosed
 from retrieval_index.manifest import Manifest
 
+WARM_UP_DEADLINE_S = 300.0  # a large encoder is read from disk
+
 Passages = tuple[Passage, ...]
 
 
@@ -145,7 +147,7 @@ class RetrievalService:
         Args:
             encoder: its name or folder where it is not the one that the manifest names (a folder that moved).
             device: `cpu` or `cuda`, of encoder and index.
-            num_threads: of FAISS; torch's threads belong to whoever owns the process.
+            num_threads: of encoder and FAISS each, which run one after the other; None leaves their defaults.
 
         Raises:
             EncoderError and the errors of `manifest.check`.
@@ -153,7 +155,7 @@ class RetrievalService:
         from retrieval_index.index import PassageIndex  # here, so that importing this module loads no FAISS
 
         record = manifests.load(folder).encoder
-        chosen = make_encoder(encoder or record.name, device=device, **record.settings)
+        chosen = make_encoder(encoder or record.name, device=device, num_threads=num_threads, **record.settings)
         index = PassageIndex.open(
             folder, encoder_fingerprint=chosen.fingerprint, device=device, num_threads=num_threads
         )
