@@ -1,0 +1,67 @@
+"""A gang of ranks in process: obeys at once, remembers what it was told, misbehaves on request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+
+from mempo_ray.batching.packing import RankShare
+from mempo_ray.contracts import CommandReply, LogProbRequest, LogProbResult, SftCommand, TrainCommand
+from mempo_ray.errors import DataError, MempoError, WorkerFailed
+
+
+class FakeRunner:
+    """`cost` is the request's plain tokens. Requests named in `bad` fail; `gate` holds every micro-batch until set."""
+
+    def __init__(self, *, bad: Sequence[str] = (), drop_results: int = 0) -> None:
+        self.bad = set(bad)
+        self.drop_results = drop_results
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.started = asyncio.Event()
+        self.micro_batches: list[tuple[str, ...]] = []
+        self.version = 0
+
+    def cost(self, request: LogProbRequest) -> int:
+        return request.num_plain_tokens
+
+    async def run(self, requests: Sequence[LogProbRequest]) -> list[LogProbResult | MempoError]:
+        self.micro_batches.append(tuple(r.id for r in requests))
+        self.started.set()
+        await self.gate.wait()
+        results = [
+            DataError(f"{r.id} is bad") if r.id in self.bad else LogProbResult(r.id, self.version, (np.zeros(1),))
+            for r in requests
+        ]
+        return results[self.drop_results :]
+
+
+class FakeGang(FakeRunner):
+    """`journal` lists what ran, in order; an update raises the version. `dies_at`: the command that loses a rank."""
+
+    def __init__(self, num_ranks: int = 1, *, dies_at: type | None = None, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.num_ranks = num_ranks
+        self.dies_at = dies_at
+        self.journal: list[str] = []
+        self.shares: list[list[RankShare]] = []
+
+    async def run(self, requests: Sequence[LogProbRequest]) -> list[LogProbResult | MempoError]:
+        self.journal.append(f"score@{self.version}")
+        if self.dies_at is LogProbRequest:
+            raise WorkerFailed("rank 1 died")
+        return await super().run(requests)
+
+    async def execute(self, shares: Sequence[RankShare]) -> list[CommandReply]:
+        command = shares[0].command
+        self.journal.append(f"{type(command).__name__}@{self.version}")
+        self.shares.append(list(shares))
+        self.started.set()
+        await self.gate.wait()
+        if self.dies_at is not None and isinstance(command, self.dies_at):
+            raise WorkerFailed("rank 1 died")
+        if isinstance(command, TrainCommand | SftCommand):
+            self.version += 1
+        return [CommandReply(len(self.journal), self.version, {"rank": float(i)}) for i in range(self.num_ranks)]

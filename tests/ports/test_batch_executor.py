@@ -1,0 +1,272 @@
+"""The behaviour of the LogProbs and Policy ports, on the plain BatchExecutor over a fake gang.
+
+The first block holds the faults that were measured in another system's executor; each must be impossible here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from mempo_ray.actors.batch_executor import BatchExecutor
+from mempo_ray.config.schema import BatchExecutor as Section
+from mempo_ray.contracts import (
+    EndReason,
+    LogProbRequest,
+    PayloadRef,
+    Ragged,
+    Segment,
+    SftBatch,
+    SftCommand,
+    TrainCommand,
+    TrainItem,
+    TrainPlan,
+    TrajectorySummary,
+)
+from mempo_ray.errors import DataError, DeadlineExceeded, Overloaded, TrainingError, WorkerFailed
+from tests.fakes.gang import FakeGang
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def request(name: object, tokens: int = 10, **kwargs) -> LogProbRequest:
+    return LogProbRequest(f"{name}", (Segment(-1, tuple(range(tokens)), tokens, (0, 1)),), **kwargs)
+
+
+def executor(gang: FakeGang, **settings) -> BatchExecutor:
+    return BatchExecutor(Section(**{"micro_batch_tokens": 40, "max_wait_s": 0.001, **settings}), gang)
+
+
+def plan(version: int = 0, num_items: int = 4) -> TrainPlan:
+    items = tuple(
+        TrainItem(
+            PayloadRef(f"p{i}", handle=f"object {i}"),
+            TrajectorySummary(
+                "q", i, 0, EndReason.ANSWERED, "", True, (10 * (i + 1),), (5,), (0,), (0,), (version,), ()
+            ),
+            0.5,
+            (0.0,),
+        )
+        for i in range(num_items)
+    )
+    return TrainPlan(7, version, items, (tuple(range(num_items)),))
+
+
+async def all_of(*calls) -> list:
+    return await asyncio.gather(*calls, return_exceptions=True)
+
+
+# -- faults of another executor -----------------------------------------------------------------------
+
+
+async def test_64_submitters_that_each_wait_are_all_served():
+    e = executor(FakeGang())
+
+    async def submitter(i: int) -> list[str]:
+        return [(await e.logprobs(request(f"{i}-{k}"))).id for k in range(4)]
+
+    assert await all_of(*(submitter(i) for i in range(64))) == [[f"{i}-{k}" for k in range(4)] for i in range(64)]
+
+
+async def test_5_items_with_room_for_4_are_all_served():
+    gang = FakeGang()
+    e = executor(gang)
+    assert [r.id for r in await all_of(*(e.logprobs(request(i)) for i in range(5)))] == list("01234")
+    assert [len(batch) for batch in gang.micro_batches] == [4, 1]
+
+
+async def test_a_cancelled_request_harms_nobody():
+    gang = FakeGang()
+    gang.gate.clear()
+    e = executor(gang, micro_batch_tokens=10)
+    running = asyncio.create_task(e.logprobs(request("running")))
+    await gang.started.wait()
+    queued, other = (
+        asyncio.create_task(e.logprobs(request("queued"))),
+        asyncio.create_task(e.logprobs(request("other"))),
+    )
+    await asyncio.sleep(0)
+    running.cancel()
+    queued.cancel()
+    gang.gate.set()
+    assert (await other).id == "other"
+    assert ("queued",) not in gang.micro_batches
+    assert (await e.stats()).metrics["queued_tokens"] == 0
+
+
+async def test_a_short_list_of_results_leaves_nobody_waiting():
+    gang = FakeGang(drop_results=1)
+    e = executor(gang)
+    answers = await all_of(*(e.logprobs(request(i)) for i in range(4)))
+    assert all(isinstance(a, WorkerFailed) and "3 results" in str(a) for a in answers)
+    gang.drop_results = 0
+    assert (await e.logprobs(request("later"))).id == "later"
+
+
+async def test_one_bad_item_fails_alone():
+    e = executor(FakeGang(bad=["2"]), micro_batch_tokens=80)
+    answers = await all_of(*(e.logprobs(request(i)) for i in range(8)))
+    assert isinstance(answers[2], DataError)
+    assert [a.id for i, a in enumerate(answers) if i != 2] == [str(i) for i in range(8) if i != 2]
+
+
+async def test_200_queued_items_keep_the_token_budget():
+    gang = FakeGang(num_ranks=2)
+    e = executor(gang)
+    assert len(await all_of(*(e.logprobs(request(i)) for i in range(200)))) == 200
+    assert {len(batch) for batch in gang.micro_batches} == {8}
+
+
+# -- waiting and refusing -----------------------------------------------------------------------------
+
+
+async def test_a_request_that_is_not_answered_in_time_gets_a_typed_error_and_is_forgotten():
+    gang = FakeGang()
+    gang.gate.clear()
+    e = executor(gang)
+    with pytest.raises(DeadlineExceeded, match=r"of slow had no answer within 0\.01 s"):
+        await e.logprobs(request("slow", deadline_s=0.01))
+    gang.gate.set()
+    assert (await e.logprobs(request("next"))).id == "next"
+
+
+async def test_more_queued_tokens_than_the_limit_are_refused():
+    gang = FakeGang()
+    gang.gate.clear()
+    e = executor(gang, max_queued_tokens=20, micro_batch_tokens=10)
+    calls = [asyncio.create_task(e.logprobs(request(0)))]
+    await gang.started.wait()
+    calls += [asyncio.create_task(e.logprobs(request(i))) for i in (1, 2)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await e.logprobs(request(3))
+    gang.gate.set()
+    assert len(await all_of(*calls)) == 3
+
+
+async def test_close_finishes_what_is_queued_and_refuses_the_rest():
+    gang = FakeGang()
+    e = executor(gang, max_wait_s=1000)
+    calls = [asyncio.create_task(e.logprobs(request(i))) for i in range(3)]
+    await asyncio.sleep(0)
+    await e.close()
+    assert [r.id for r in await all_of(*calls)] == list("012")
+    with pytest.raises(WorkerFailed, match="closed"):
+        await e.logprobs(request(9))
+
+
+async def test_a_set_is_held_until_it_is_complete_and_cut_in_order_of_ids():
+    gang = FakeGang()
+    e = executor(gang, max_wait_s=0.0)
+    await e.begin(6)
+    calls = [asyncio.create_task(e.logprobs(request(i))) for i in (5, 2, 4, 0, 3)]
+    await asyncio.sleep(0.01)
+    assert gang.micro_batches == []
+    await all_of(*calls, e.logprobs(request(1)))
+    assert gang.micro_batches == [("0", "1", "2", "3"), ("4", "5")]
+
+
+# -- one order of commands ----------------------------------------------------------------------------
+
+
+async def test_scores_before_an_update_run_before_it_and_later_ones_after_it():
+    gang = FakeGang()
+    gang.gate.clear()
+    e = executor(gang, max_wait_s=1000)
+    first = [asyncio.create_task(e.logprobs(request(i, policy_version=0))) for i in range(4)]
+    await gang.started.wait()
+    before = asyncio.create_task(e.logprobs(request("before", policy_version=0)))
+    await asyncio.sleep(0)
+    update = asyncio.create_task(e.train(plan()))
+    await asyncio.sleep(0)
+    after = [asyncio.create_task(e.logprobs(request(f"after{i}", policy_version=1))) for i in range(4)]
+    gang.gate.set()
+    await asyncio.gather(*first, before, update, *after)
+    assert gang.journal == ["score@0", "score@0", "TrainCommand@0", "score@1"]
+    assert {(await r).version for r in after} == {1}
+
+
+async def test_a_request_for_another_version_fails_alone():
+    e = executor(FakeGang())
+    wrong, right = await all_of(e.logprobs(request("w", policy_version=3)), e.logprobs(request("r", policy_version=0)))
+    assert isinstance(wrong, TrainingError)
+    assert right.version == 0
+
+
+async def test_waiting_commands_run_update_before_export_before_checkpoint():
+    gang = FakeGang()
+    gang.gate.clear()
+    e = executor(gang)
+    calls = [asyncio.create_task(e.logprobs(request("first")))]
+    await gang.started.wait()
+    calls += [asyncio.create_task(c) for c in (e.save("s", {}), e.publish("p"), e.freeze_reference(), e.train(plan()))]
+    await asyncio.sleep(0)
+    gang.gate.set()
+    await asyncio.gather(*calls)
+    assert [line.split("@")[0] for line in gang.journal[1:]] == [
+        "TrainCommand",
+        "FreezeReferenceCommand",
+        "PublishCommand",
+        "SaveCommand",
+    ]
+
+
+async def test_a_plan_for_another_version_is_not_trained():
+    gang = FakeGang()
+    e = executor(gang)
+    with pytest.raises(TrainingError, match="trains version 3"):
+        await e.train(plan(version=3))
+    assert gang.journal == []
+    assert (await e.train(plan(version=0))).version == 1
+
+
+async def test_an_update_is_split_by_tokens_and_payloads_stand_beside_the_command():
+    gang = FakeGang(num_ranks=2)
+    report = await executor(gang).train(plan())
+    assert (report.step, report.version, report.metrics) == (7, 1, {"rank": 0.0})
+    commands = [share.command for share in gang.shares[0]]
+    assert all(isinstance(c, TrainCommand) and c.num_trajectories == (4,) for c in commands)
+    assert [share.payloads for share in gang.shares[0]] == [("object 0", "object 3"), ("object 1", "object 2")]
+    assert all(item.payload.handle is None for c in commands for item in c.items)
+
+
+async def test_supervised_rows_are_split_and_none_is_lost():
+    rows = [[1] * n for n in (3, 1, 2)]
+    ragged = Ragged.from_rows(rows, np.int32)
+    gang = FakeGang(num_ranks=2)
+    await executor(gang).fit(SftBatch({"prompt_ids": ragged, "output_ids": ragged}), 1e-3, 6)
+    shares = gang.shares[0]
+    assert all(share.command == SftCommand(1e-3, 6) for share in shares)
+    assert [share.payloads[0].ragged["output_ids"].lengths.tolist() for share in shares] == [[3], [1, 2]]
+
+
+# -- loss of a rank -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dies_at", [LogProbRequest, TrainCommand])
+async def test_the_loss_of_a_rank_fails_every_pending_and_following_call(dies_at):
+    gang = FakeGang(dies_at=dies_at)
+    gang.gate.clear()
+    e = executor(gang, max_wait_s=0.0)
+    scores, commands = [e.logprobs(request(i)) for i in range(9)], [e.train(plan()), e.publish("p")]
+    dying_first = [*scores, *commands] if dies_at is LogProbRequest else [*commands, *scores]
+    calls = [asyncio.create_task(call) for call in dying_first]
+    await asyncio.sleep(0)
+    gang.gate.set()
+    assert {type(a) for a in await all_of(*calls)} == {WorkerFailed}
+    with pytest.raises(WorkerFailed, match="rank 1 died"):
+        await e.logprobs(request("late"))
+    stats = await e.stats()
+    assert stats.state == "failed"
+    assert "rank 1 died" in stats.reason
+
+
+async def test_a_bug_in_the_runner_reaches_the_callers_instead_of_hanging_them():
+    class Broken(FakeGang):
+        async def run(self, requests):
+            raise ZeroDivisionError("bug")
+
+    with pytest.raises(WorkerFailed, match="ZeroDivisionError: bug"):
+        await executor(Broken()).logprobs(request(0))

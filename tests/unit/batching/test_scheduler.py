@@ -1,0 +1,185 @@
+"""The scheduler as a state machine with a fake clock: nothing lost, nothing doubled, budgets kept, nobody starved."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mempo_ray.batching.scheduler import Decision, Limits, Scheduler, Ticket
+from mempo_ray.errors import Overloaded
+
+
+def scheduler(budget: int = 100, num_ranks: int = 1, max_wait_s: float = 1.0, max_queued: int = 10_000) -> Scheduler:
+    return Scheduler(Limits(budget, num_ranks, max_wait_s, max_queued))
+
+
+def ticket(number: int, cost: int = 10, at: float = 0.0, **kwargs) -> Ticket:
+    return Ticket(number, kwargs.pop("id", f"r{number}"), cost, at, kwargs.pop("deadline_s", at + 1000), **kwargs)
+
+
+def numbers(decision: Decision) -> list[int]:
+    return [t.number for t in decision.batch]
+
+
+def fits(batch: tuple[Ticket, ...], budget: int, num_ranks: int) -> bool:
+    """Some greedy assignment keeps every rank within the budget, or a rank holds one dear ticket alone."""
+    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+    for t in batch:
+        min(ranks, key=sum).append(t.cost)
+    return all(sum(costs) <= budget or len(costs) == 1 for costs in ranks)
+
+
+def test_a_lone_request_waits_for_company_and_then_runs_alone():
+    s = scheduler(max_wait_s=1.0)
+    s.submit(ticket(0, at=5.0))
+    assert s.decide(5.5) == Decision(wake_at_s=6.0)
+    assert numbers(s.decide(6.0)) == [0]
+    assert len(s) == 0
+
+
+def test_a_full_budget_is_cut_at_once():
+    s = scheduler(budget=100)
+    for i in range(11):
+        s.submit(ticket(i, cost=10))
+    assert numbers(s.decide(0.0)) == list(range(10))
+    assert s.decide(0.0).batch == ()
+
+
+def test_a_budget_that_is_filled_exactly_does_not_wait():
+    s = scheduler(budget=20)
+    s.submit(ticket(0))
+    s.submit(ticket(1))
+    assert numbers(s.decide(0.0)) == [0, 1]
+
+
+def test_the_budget_is_per_rank():
+    s = scheduler(budget=100, num_ranks=2)
+    for i, cost in enumerate([60, 60, 60]):
+        s.submit(ticket(i, cost=cost))
+    assert numbers(s.decide(0.0)) == [0, 1]
+
+
+def test_a_request_dearer_than_the_budget_runs_with_a_rank_to_itself():
+    s = scheduler(budget=100)
+    s.submit(ticket(0, cost=500))
+    s.submit(ticket(1, cost=10))
+    assert numbers(s.decide(0.0)) == [0]
+    assert numbers(s.decide(2.0)) == [1]
+
+
+def test_lower_priority_numbers_are_served_first():
+    s = scheduler(budget=20)
+    for i, priority in enumerate([1, 1, 0, 0]):
+        s.submit(ticket(i, priority=priority))
+    assert numbers(s.decide(0.0)) == [2, 3]
+
+
+def test_lanes_do_not_mix():
+    s = scheduler()
+    for i, lane in enumerate(["live", "reference", "live"]):
+        s.submit(ticket(i, lane=lane))
+    assert numbers(s.decide(1.0)) == [0, 2]
+    assert numbers(s.decide(1.0)) == [1]
+
+
+def test_a_full_queue_refuses_with_a_type_and_takes_again_when_drained():
+    s = scheduler(budget=50, max_queued=50)
+    s.submit(ticket(0, cost=50))
+    with pytest.raises(Overloaded, match="max_queued_tokens=50"):
+        s.submit(ticket(1, cost=1))
+    s.decide(0.0)
+    s.submit(ticket(1, cost=500))  # an empty queue takes any
+
+
+def test_a_cancelled_request_is_not_run_and_frees_its_tokens():
+    s = scheduler()
+    s.submit(ticket(0))
+    s.submit(ticket(1))
+    assert s.cancel(0)
+    assert not s.cancel(0)
+    assert numbers(s.decide(1.0)) == [1]
+    assert s.queued_tokens == 0
+
+
+def test_a_request_past_its_deadline_is_reported_and_not_run():
+    s = scheduler(max_wait_s=10.0)
+    s.submit(ticket(0, deadline_s=3.0))
+    assert s.decide(0.0).wake_at_s == 3.0
+    decision = s.decide(3.0)
+    assert [t.number for t in decision.expired] == [0]
+    assert decision.batch == ()
+
+
+def test_what_waits_behind_the_queue_cuts_it_at_once_and_later_arrivals_stay():
+    s = scheduler()
+    s.submit(ticket(0))
+    s.submit(ticket(2))
+    assert numbers(s.decide(0.0, until=1)) == [0]
+    assert s.decide(0.0, until=1).batch == ()
+    assert len(s) == 1
+
+
+def test_a_stream_of_urgent_requests_does_not_starve_a_patient_one():
+    s = scheduler(budget=10)
+    s.submit(ticket(0, priority=5, deadline_s=20.0))
+    for second in range(20):
+        s.submit(ticket(second + 1, at=float(second), deadline_s=second + 1000.0))
+        if numbers(s.decide(float(second))) == [0]:
+            break
+    assert second == 10  # half of its patience
+
+
+@given(st.permutations(range(9)), st.lists(st.integers(1, 60), min_size=9, max_size=9))
+def test_a_set_is_cut_alike_whatever_the_order_of_arrival(order, costs):
+    def cuts(arrivals) -> list[list[str]]:
+        s = scheduler(budget=100, max_wait_s=0.5)
+        s.begin(9)
+        for number, i in enumerate(arrivals):
+            assert s.decide(float(number)).batch == ()  # held, however long the first has waited
+            s.submit(ticket(number, id=f"t{i}", cost=costs[i], at=float(number)))
+        out = []
+        while batch := s.decide(9.0).batch:
+            out.append([t.id for t in batch])
+        return out
+
+    assert cuts(order) == cuts(range(9))
+
+
+arrivals = st.lists(  # cost, priority, gap to the one before, lane, cancelled at once
+    st.tuples(st.integers(1, 150), st.integers(0, 2), st.floats(0, 2), st.sampled_from("ab"), st.booleans()),
+    max_size=60,
+)
+
+
+@given(arrivals, st.integers(1, 3))
+def test_nothing_is_lost_or_doubled_and_every_micro_batch_keeps_the_budget(events, num_ranks):
+    s = scheduler(budget=100, num_ranks=num_ranks, max_wait_s=1.0)
+    now, submitted, served, cancelled = 0.0, set(), [], set()
+    for number, (cost, priority, gap, lane, cancel) in enumerate(events):
+        now += gap
+        s.submit(ticket(number, cost=cost, at=now, priority=priority, lane=lane))
+        submitted.add(number)
+        if cancel and s.cancel(number):
+            cancelled.add(number)
+        while batch := s.decide(now).batch:
+            assert fits(batch, 100, num_ranks)
+            assert len({t.lane for t in batch}) == 1
+            served += [t.number for t in batch]
+    while batch := s.decide(now + 1.0).batch:
+        served += [t.number for t in batch]
+    assert sorted(served) == sorted(submitted - cancelled)
+    assert (len(s), s.queued_tokens) == (0, 0)
+
+
+@given(arrivals)
+def test_nobody_waits_longer_than_the_longest_wait_when_the_ranks_are_free(events):
+    s = scheduler(budget=100, max_wait_s=1.0)
+    now = 0.0
+    for number, (cost, priority, gap, lane, _) in enumerate(events):
+        target = now + gap
+        while ((decision := s.decide(now)).wake_at_s is not None and decision.wake_at_s <= target) or decision.batch:
+            assert all(now - t.arrived_s <= 1.0 + 1e-9 for t in decision.batch)
+            now = now if decision.batch else decision.wake_at_s
+        now = target
+        s.submit(ticket(number, cost=cost, at=now, priority=priority, lane=lane))
