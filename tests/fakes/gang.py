@@ -8,7 +8,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from mempo_ray.batching.packing import RankShare
-from mempo_ray.contracts import CommandReply, LogProbRequest, LogProbResult, SftCommand, TrainCommand
+from mempo_ray.contracts import (
+    CommandReply,
+    LogProbRequest,
+    LogProbResult,
+    PublishCommand,
+    SftCommand,
+    TrainCommand,
+    WeightManifest,
+    WeightProof,
+)
 from mempo_ray.errors import DataError, MempoError, WorkerFailed
 
 
@@ -64,4 +73,7 @@ class FakeGang(FakeRunner):
             raise WorkerFailed("rank 1 died")
         if isinstance(command, TrainCommand | SftCommand):
             self.version += 1
-        return [CommandReply(len(self.journal), self.version, {"rank": float(i)}) for i in range(self.num_ranks)]
+        values: list[object] = [{"rank": float(i)} for i in range(self.num_ranks)]
+        if isinstance(command, PublishCommand):
+            values[0] = WeightManifest(self.version, command.uri, WeightProof((), ()))
+        return [CommandReply(len(self.journal), self.version, value) for value in values]
