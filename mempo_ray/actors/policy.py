@@ -1,0 +1,81 @@
+"""The Ray border of one FSDP rank: rendezvous, start, commands. The rank itself is `training.rank.PolicyRank`.
+
+    fleet: rendezvous() of rank 0 ─▶ start(rank, world, master) on all, at once ─▶ run(sequence, command, *payloads)
+
+On failure: an error inside a command leaves the ranks out of step, so the gang is ended and started again from the
+newest checkpoint; a rank that waits for a dead one gives up after the collective's deadline.
+torch is imported in `start`, so the driver may import this module without it.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+
+import psutil
+import ray
+
+from mempo_ray.contracts import Batch, Command, CommandReply
+from mempo_ray.errors import WorkerFailed
+from mempo_ray.training.settings import RankSettings
+
+if TYPE_CHECKING:
+    from mempo_ray.training.rank import PolicyRank
+
+
+class PolicyWorker:
+    """Plain class; `PolicyActor` is its remote form."""
+
+    def __init__(self, settings: RankSettings) -> None:
+        self.settings = settings
+        self._name = "policy"
+        self._rank: PolicyRank | None = None
+
+    def rendezvous(self) -> tuple[str, int]:
+        """This node's ip and a free port on it; rank 0's is the meeting place of all."""
+        ip = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((ip, 0))
+            return ip, probe.getsockname()[1]
+
+    def start(self, rank: int, world: int, master: tuple[str, int]) -> int:
+        """Join the gang and load the model. Returns the policy's number of parameters.
+
+        Raises:
+            ConfigError: the model folder.
+            torch.distributed.DistError: not all ranks came in time.
+        """
+        import os
+
+        import torch
+
+        from mempo_ray.training.rank import PolicyRank
+        from mempo_ray.training.sharding import Gang
+
+        self._name = f"policy rank {rank}/{world}"
+        os.environ["GLOO_SOCKET_IFNAME"] = _interface_of(ray.util.get_node_ip_address())
+        policy = self.settings.policy
+        torch.set_num_threads(policy.threads)
+        gang = Gang.join(rank, world, master, policy.device, self.settings.collective_timeout_s)
+        self._rank = PolicyRank(self.settings, gang)
+        return sum(p.numel() for p in self._rank.model.parameters())
+
+    def run(self, sequence: int, command: Command, *payloads: Batch) -> CommandReply:
+        """Obey one command (`PolicyRank.run`)."""
+        if self._rank is None:
+            raise WorkerFailed(f"{self._name}: a command before start()")
+        return self._rank.run(sequence, command, *payloads)
+
+    def __repr__(self) -> str:
+        return f"PolicyWorker({self._name})"
+
+
+def _interface_of(ip: str) -> str:
+    """Name of the network interface that has this address: gloo's own guess by host name fails in containers."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == ip for address in addresses):
+            return name
+    raise WorkerFailed(f"no network interface of this node has the address {ip}")
+
+
+PolicyActor = ray.remote(PolicyWorker)

@@ -1,0 +1,173 @@
+"""A Hugging Face folder as a sharded causal language model with per-row attention.
+
+    folder ─ empty model (meta) ─ fully_shard ─ each rank copies its shard of each tensor from safetensors
+
+So no rank ever holds more than one whole tensor. Rows are packed into one sequence without padding, and
+`packed_attention` keeps them apart: as fast on CPU as one row at a time, with fewer passes, where a block-diagonal
+mask over the full square is a third slower (docs/results.md).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from accelerate import init_empty_weights
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from mempo_ray.config.schema import Policy
+from mempo_ray.errors import ConfigError
+from mempo_ray.training.sharding import Gang, shard
+
+ATTENTION = "mempo_packed_rows"
+_ARCHITECTURE_KEYS = (
+    "model_type",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    row_lengths: Sequence[int],
+    scaling: float | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each of the packed rows. query [1, H, T, D]; key, value [1, H_kv, T, D]; T = Σ rows.
+
+    No dropout, whatever the model's configuration says: the log-probs must be those of the sampler.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    lengths = list(row_lengths)
+    parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+    out = [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling) for q, k, v in parts]
+    return torch.cat(out, 2).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, packed_attention)
+
+
+def architecture(config: PretrainedConfig) -> dict[str, object]:
+    """Sizes that two models must share for one to load the other's checkpoint."""
+    return {key: getattr(config, key, None) for key in _ARCHITECTURE_KEYS}
+
+
+def load_model(folder: Path, policy: Policy, gang: Gang, *, dtype: torch.dtype, trainable: bool) -> PreTrainedModel:
+    """The sharded model with the folder's weights, stored as `dtype`.
+
+    Raises:
+        ConfigError: no such folder, a tensor is missing or has another shape, or the model has sliding-window
+            attention (which `packed_attention` does not do).
+    """
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"policy.model: {folder} has no config.json; name a local Hugging Face folder")
+    config = AutoConfig.from_pretrained(folder)
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        raise ConfigError(f"policy.model: {folder} uses sliding-window attention, which is not served here")
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+    model.tie_weights()  # making the parameters empty has parted them
+    model.requires_grad_(trainable)
+    model.train(trainable)
+    if trainable and policy.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.to(gang.device) if gang.device.type == "cuda" and not policy.cpu_offload else None
+    shard(model, model.model.layers, policy, gang)
+    _assign_weights(model, folder)
+    return model
+
+
+def _assign_weights(model: nn.Module, folder: Path) -> None:
+    """Each parameter becomes its shard of the folder's tensor. Tied parameters stay one object."""
+    with ExitStack() as stack:
+        read = _tensor_reader(folder, stack)
+        for name, meta in list(model.named_parameters()):
+            full = read(name, tuple(meta.shape)).to(dtype=meta.dtype, device=meta.device_mesh.device_type)
+            loaded = nn.Parameter(
+                distribute_tensor(full, meta.device_mesh, meta.placements, src_data_rank=None), meta.requires_grad
+            )
+            for owner, attribute in _places(model, meta):
+                setattr(owner, attribute, loaded)
+
+
+def _places(model: nn.Module, parameter: nn.Parameter) -> list[tuple[nn.Module, str]]:
+    modules = model.modules()
+    return [(m, n) for m in modules for n, p in list(m.named_parameters(recurse=False)) if p is parameter]
+
+
+def _tensor_reader(folder: Path, stack: ExitStack) -> Callable[[str, tuple[int, ...]], Tensor]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        file_of = json.loads(index.read_text())["weight_map"]
+    elif (folder / "model.safetensors").is_file():
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            file_of = dict.fromkeys(file.keys(), "model.safetensors")
+    else:
+        raise ConfigError(f"policy.model: {folder} has no model.safetensors; save the model with safe serialization")
+    opened = {name: stack.enter_context(safe_open(folder / name, "pt")) for name in set(file_of.values())}
+
+    def read(name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in file_of:
+            raise ConfigError(f"policy.model: {folder} has no tensor {name!r}, which its config.json asks for")
+        tensor = opened[file_of[name]].get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise ConfigError(f"policy.model: {name} in {folder} is {tuple(tensor.shape)}, config.json says {shape}")
+        return tensor
+
+    return read
+
+
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """source → target, both sharded alike; casts to the target's dtype. No communication."""
+    with torch.no_grad():
+        for (_, a), (_, b) in zip(source.named_parameters(), target.named_parameters(), strict=True):
+            _local(b).copy_(_local(a))
+
+
+def full_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, whole tensor on CPU) one at a time; tied ones once. Collective: every rank iterates."""
+    for name, parameter in model.named_parameters():
+        whole = parameter.detach()
+        yield name, (whole.full_tensor() if isinstance(whole, DTensor) else whole).to("cpu", dtype)
+
+
+def checksum(tensors: Mapping[str, Tensor], gang: Gang) -> str:
+    """A hash of sharded tensors that does not depend on the number of ranks. Collective.
+
+    Per tensor: Σ over rows of (row number + 1) · Σ bits of the row, modulo 2^64: shards add up, so a terabyte of
+    state costs one all-reduce of a number per tensor instead of a gather.
+    """
+    sums = torch.zeros(len(tensors), dtype=torch.int64)
+    for index, tensor in enumerate(tensors.values()):
+        local = _local(tensor.detach())
+        if local.numel() == 0 or (gang.rank > 0 and not isinstance(tensor, DTensor)):
+            continue  # a plain tensor is replicated: rank 0 speaks for all
+        first_row = -(-tensor.shape[0] // gang.world) * gang.rank if tensor.ndim else 0
+        bits = local.cpu().contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()])
+        per_row = bits.reshape(local.shape[0] if local.ndim else 1, -1).sum(1, dtype=torch.int64)
+        sums[index] = (per_row * torch.arange(first_row + 1, first_row + 1 + len(per_row))).sum()
+    return hashlib.sha256(gang.sum(sums).numpy().tobytes()).hexdigest()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
