@@ -39,7 +39,7 @@ bench: $(READY)  ## the benchmarks, each against its baseline
 	set -e; for script in benchmarks/*.py; do $(BIN)/python $$script; done
 
 tiny-policy: $(READY)  ## make the shipped base of the quickstart's policy again
-	$(BIN)/python -m mempo_ray.training.tiny_policy
+	$(BIN)/python -m mempo_ray.tiny_policy
 
 docs: $(READY)  ## pages made from code
 	$(BIN)/python -m mempo_ray.config.reference > docs/configuration.md
