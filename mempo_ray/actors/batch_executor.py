@@ -22,12 +22,13 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayTaskError
 
+from mempo_ray.actors.calls import answer
 from mempo_ray.batching.packing import RankShare, score_shares, sft_shares, split_between_ranks, train_shares
 from mempo_ray.batching.runner import Gang
 from mempo_ray.batching.scheduler import Limits, Scheduler, Ticket
@@ -52,7 +53,6 @@ from mempo_ray.errors import (
     DeadlineExceeded,
     InfrastructureError,
     MempoError,
-    PayloadLost,
     TrainingError,
     WorkerFailed,
 )
@@ -84,20 +84,6 @@ class _Waiting:
     request: LogProbRequest
     ticket: Ticket
     future: asyncio.Future
-
-
-@dataclass(frozen=True)
-class ExecutorStats:
-    """`state`: running | closed | failed (then `reason`). Counters are since the start, seconds are wall-clock.
-
-    metrics: num_queued, queued_tokens, num_answered, num_failed, num_micro_batches, busy_s (all commands),
-    score_s, wait_s (summed over answered requests), batch_fill (mean share of the token budget).
-    """
-
-    state: str
-    reason: str
-    version: int
-    metrics: Mapping[str, float]
 
 
 class BatchExecutor:
@@ -181,16 +167,20 @@ class BatchExecutor:
         """Restore a checkpoint; returns the `extra` it was saved with."""
         return _value(await self._call_all(Order.RESTORE, LoadCommand(uri)), Mapping)
 
-    async def stats(self) -> ExecutorStats:
-        counted = self._counters
-        metrics = {
+    async def stats(self) -> dict[str, float]:
+        """Queue depth now; counts and wall-clock seconds since the last call.
+
+        executor/… num_queued, queued_tokens, num_answered, num_failed, num_micro_batches, busy_s (any command),
+        score_s, wait_s (in the queue, summed over requests), batch_fill (mean share of the token budget).
+        """
+        counted, self._counters = self._counters, defaultdict(float)
+        names = ("num_answered", "num_failed", "num_micro_batches", "busy_s", "score_s", "wait_s")
+        values = {name: counted[name] for name in names} | {
             "num_queued": float(len(self._scheduler)),
             "queued_tokens": float(self._scheduler.queued_tokens),
-            "batch_fill": counted["filled_tokens"] / counted["budget_tokens"] if counted["budget_tokens"] else 0.0,
+            "batch_fill": counted["filled_tokens"] / max(1.0, counted["budget_tokens"]),
         }
-        for name in ("num_answered", "num_failed", "num_micro_batches", "busy_s", "score_s", "wait_s"):
-            metrics[name] = counted[name]
-        return ExecutorStats(self._state, str(self._failure or ""), self._gang.version, metrics)
+        return {f"executor/{name}": value for name, value in values.items()}
 
     async def close(self) -> None:
         """Refuse new calls, finish the queued ones. The ranks live on: they are their owner's."""
@@ -357,7 +347,7 @@ class GangRunner:
         for rank, (indices, reply) in enumerate(zip(split, replies, strict=True)):
             values = _value(reply, Sequence)
             if len(values) != len(indices):
-                self._end(f"rank {rank} answered {len(values)} of {len(indices)} log-prob requests")
+                raise self._ended(f"rank {rank} answered {len(values)} of {len(indices)} log-prob requests")
             for i, value in zip(indices, values, strict=True):
                 failed = isinstance(value, str)
                 results[i] = DataError(f"log-probs of {requests[i].id}: {value}") if failed else value
@@ -367,34 +357,29 @@ class GangRunner:
         sequence, self._sequence = self._sequence, self._sequence + 1
         what = f"{type(shares[0].command).__name__} {sequence}"
         calls = [
-            worker.run.remote(sequence, share.command, *share.payloads)
-            for worker, share in zip(self._workers, shares, strict=True)
+            answer(worker.run.remote(sequence, share.command, *share.payloads), f"{what}, rank {rank}", self._timeout_s)
+            for rank, (worker, share) in enumerate(zip(self._workers, shares, strict=True))
         ]
         try:
-            async with asyncio.timeout(self._timeout_s):
-                replies = await asyncio.gather(*calls)
-        except TimeoutError:
-            self._end(f"{what}: a rank missed the deadline of {self._timeout_s} s (batch_executor.command_timeout_s)")
-        except RayError as error:
-            self._end(what, error)
+            replies = await asyncio.gather(*calls)
+        except DeadlineExceeded as error:
+            raise self._ended(f"{error} (batch_executor.command_timeout_s)") from None
+        except MempoError:
+            self._ended(what)
+            raise
+        except RayTaskError as error:  # a bug in the rank: its traceback is in the message
+            raise self._ended(f"{what}: {error}") from None
         versions = {reply.version for reply in replies}
         if len(versions) != 1:
-            self._end(f"{what}: the ranks are at different versions {sorted(versions)}")
+            raise self._ended(f"{what}: the ranks are at different versions {sorted(versions)}")
         self.version = versions.pop()
         return replies
 
-    def _end(self, what: str, error: RayError | None = None) -> NoReturn:
-        """End all ranks (the others may hang in a collective) and raise what happened, as a type of ours."""
+    def _ended(self, reason: str) -> WorkerFailed:
+        """End all ranks: those that live may hang in a collective."""
         for worker in self._workers:
             ray.kill(worker)
-        cause = error.cause if isinstance(error, RayTaskError) else error
-        if isinstance(cause, MempoError):
-            raise cause from None
-        if isinstance(cause, ObjectLostError):
-            raise PayloadLost(f"{what}: {cause}") from None
-        if isinstance(cause, RayActorError):
-            raise WorkerFailed(f"{what}: a rank died: {cause}") from None
-        raise WorkerFailed(what if cause is None else f"{what}: {type(cause).__name__}: {cause}") from None
+        return WorkerFailed(reason)
 
 
 def _value(reply: CommandReply, kind: type[T]) -> T:

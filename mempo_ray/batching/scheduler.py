@@ -72,12 +72,13 @@ class Scheduler:
         return len(self._queue)
 
     def submit(self, ticket: Ticket) -> None:
-        """Queue a ticket. An empty queue takes any, so that a dear request is not refused for ever.
+        """Queue a ticket. An empty queue takes any, and so does a set: refusing a member would hold the rest for ever.
 
         Raises:
             Overloaded: the queue would hold more than `max_queued_tokens`.
         """
-        if self._queue and self.queued_tokens + ticket.cost > self._limits.max_queued_tokens:
+        bounded = self._queue and not self._set_missing
+        if bounded and self.queued_tokens + ticket.cost > self._limits.max_queued_tokens:
             raise Overloaded(
                 f"log-prob queue holds {self.queued_tokens} tokens, {ticket.cost} more pass "
                 f"batch_executor.max_queued_tokens={self._limits.max_queued_tokens}; retry when it has drained"

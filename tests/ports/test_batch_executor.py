@@ -93,7 +93,7 @@ async def test_a_cancelled_request_harms_nobody():
     gang.gate.set()
     assert (await other).id == "other"
     assert ("queued",) not in gang.micro_batches
-    assert (await e.stats()).metrics["queued_tokens"] == 0
+    assert (await e.stats())["executor/queued_tokens"] == 0
 
 
 async def test_a_short_list_of_results_leaves_nobody_waiting():
@@ -258,9 +258,6 @@ async def test_the_loss_of_a_rank_fails_every_pending_and_following_call(dies_at
     assert {type(a) for a in await all_of(*calls)} == {WorkerFailed}
     with pytest.raises(WorkerFailed, match="rank 1 died"):
         await e.logprobs(request("late"))
-    stats = await e.stats()
-    assert stats.state == "failed"
-    assert "rank 1 died" in stats.reason
 
 
 async def test_a_bug_in_the_runner_reaches_the_callers_instead_of_hanging_them():

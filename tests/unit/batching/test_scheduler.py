@@ -92,6 +92,14 @@ def test_a_full_queue_refuses_with_a_type_and_takes_again_when_drained():
     s.submit(ticket(1, cost=500))  # an empty queue takes any
 
 
+def test_a_set_larger_than_the_queue_limit_is_not_refused():
+    s = scheduler(max_queued=15)
+    s.begin(3)
+    for i in range(3):
+        s.submit(ticket(i))
+    assert numbers(s.decide(0.0)) == [0, 1, 2]
+
+
 def test_a_cancelled_request_is_not_run_and_frees_its_tokens():
     s = scheduler()
     s.submit(ticket(0))
