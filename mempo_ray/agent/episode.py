@@ -69,7 +69,10 @@ async def run_episode(
         turns=tuple(episode.turns),
         end_reason=end_reason,
         format_report=format_report(episode.parsed, [len(turn.tool_ids) > 0 for turn in episode.turns]),
-        probes=tuple(encode_probe(*texts, renderer.tokenizer) for texts in probe_texts(request.task)),
+        probes=tuple(
+            encode_probe("<answer>", text, "</answer>", renderer.tokenizer, objective)
+            for text, objective in probe_texts(request.task)
+        ),
         answer=extract_answer(episode.parsed),
         detail=detail,
         num_reencoded=episode.num_reencoded,

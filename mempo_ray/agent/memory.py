@@ -10,8 +10,8 @@ from mempo_ray.agent.protocol import ParsedTurn
 from mempo_ray.contracts import Probe, Task
 from mempo_ray.ports import Tokenizer
 
-ProbeTexts = Callable[[Task], Sequence[tuple[str, str, str]]]
-"""A task's probes as (prefix, gold, suffix) texts, e.g. ("<answer>", "Paris", "</answer>")."""
+ProbeTexts = Callable[[Task], Sequence[tuple[str, int]]]
+"""A task's gold texts to score and the objective that each belongs to (`algo.memory_reward.plan_probes`)."""
 
 
 def memory_ids(output_ids: np.ndarray, turn: ParsedTurn, tokenizer: Tokenizer) -> tuple[np.ndarray, int]:
@@ -38,7 +38,7 @@ def memory_ids(output_ids: np.ndarray, turn: ParsedTurn, tokenizer: Tokenizer) -
     return np.asarray(ids, np.int32), bool(head) + bool(tail)
 
 
-def encode_probe(prefix: str, gold: str, suffix: str, tokenizer: Tokenizer) -> Probe:
+def encode_probe(prefix: str, gold: str, suffix: str, tokenizer: Tokenizer, objective: int = 0) -> Probe:
     """The probe, encoded once as one string. Targets are the tokens that hold at least one byte of the gold text.
 
     Example: "<answer>Sari</answer>" as [<answer>, ▁Sari, </answer>] has targets [1, 2).
@@ -46,12 +46,13 @@ def encode_probe(prefix: str, gold: str, suffix: str, tokenizer: Tokenizer) -> P
     ids, offsets = tokenizer.encode_with_offsets(prefix + gold + suffix)
     start, stop = len(prefix.encode()), len((prefix + gold).encode())
     targets = [n for n, (first, last) in enumerate(offsets) if first < stop and last > start]
-    return Probe(tuple(ids), targets[0], targets[-1] + 1) if targets else Probe(tuple(ids), 0, 0)
+    first, last = (targets[0], targets[-1] + 1) if targets else (0, 0)
+    return Probe(tuple(ids), first, last, objective)
 
 
-def joined_probe(task: Task) -> Sequence[tuple[str, str, str]]:
+def joined_probe(task: Task) -> Sequence[tuple[str, int]]:
     """The default of §3: primary answers, several objectives joined with '; '."""
-    return [("<answer>", task.gold_text, "</answer>")]
+    return [(task.gold_text, 0)]
 
 
 def swapped_memories(memories_PS: Sequence[Sequence[Sequence[int]]]) -> list[tuple[tuple[int, ...], ...]]:

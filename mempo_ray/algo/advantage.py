@@ -8,6 +8,7 @@ Axes: `_G` surviving siblings, `_S` turns, `_T` tokens. Statistics are float64.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,32 +25,32 @@ EPS = 1e-6
 # -- outcome ----------------------------------------------------------------------------------------------
 
 
-@ADV_ESTIMATORS.register("grpo")
-def grpo(scores_G: np.ndarray, settings: Algorithm) -> np.ndarray:
-    """(s − mean) / (std + 1e-6), sample deviation (ddof 1) (Shao et al. 2024, eq. 4). float64 [G] → [G].
+def outcome_advantages(scores_G: np.ndarray, settings: Algorithm) -> np.ndarray:
+    """A^T of the survivors of one group, by the registered estimator. float64 [G] → [G].
 
-    `normalize_by_std: false` drops the division (Dr. GRPO). All equal → exactly 0. A group of one → 0, or the score
-    itself under `singleton: raw`.
+    What no estimator may get wrong by rounding is settled here: all equal → exactly 0; a group of one → 0, or the
+    score itself under `singleton: raw`.
     """
-    if len(scores_G) == 1:
-        return _singleton(scores_G, settings)
-    if np.ptp(scores_G) == 0:
+    if len(scores_G) == 1 and settings.singleton == "raw":
+        return scores_G.copy()
+    if len(scores_G) < 2 or np.ptp(scores_G) == 0:
         return np.zeros_like(scores_G)
-    centred = scores_G - scores_G.mean()
-    return centred / (scores_G.std(ddof=1) + EPS) if settings.normalize_by_std else centred
+    return ADV_ESTIMATORS.get(settings.adv_estimator)(scores_G, settings)
 
 
-@ADV_ESTIMATORS.register("rloo")
+def grpo(scores_G: np.ndarray, settings: Algorithm) -> np.ndarray:
+    """(s − mean) / (std + 1e-6), sample deviation (ddof 1) (Shao et al. 2024, §4.1.2). G ≥ 2.
+
+    `normalize_by_std: false` drops the division (Dr. GRPO, Liu et al. 2025).
+    """
+    centred_G = scores_G - scores_G.mean()
+    return centred_G / (scores_G.std(ddof=1) + EPS) if settings.normalize_by_std else centred_G
+
+
 def rloo(scores_G: np.ndarray, settings: Algorithm) -> np.ndarray:
-    """Score minus the mean of the others (Ahmadian et al. 2024). float64 [G] → [G]. A group of one as in `grpo`."""
+    """Score minus the mean of the others (Ahmadian et al. 2024, eq. 8). G ≥ 2."""
     num = len(scores_G)
-    if num == 1:
-        return _singleton(scores_G, settings)
     return (scores_G - scores_G.mean()) * (num / (num - 1))
-
-
-def _singleton(scores_G: np.ndarray, settings: Algorithm) -> np.ndarray:
-    return scores_G.copy() if settings.singleton == "raw" else np.zeros_like(scores_G)
 
 
 def gae(
@@ -161,7 +162,7 @@ def group_advantages(group: Sequence[ScoredTrajectory], algorithm: Algorithm, me
     has mean .233333 and std .351188, so memory_GS = ((−.094916, 1.044071), (−.949155,)).
     """
     scores_G = np.array([trajectory.score for trajectory in group], np.float64)
-    outcome_G = ADV_ESTIMATORS.get(algorithm.adv_estimator)(scores_G, algorithm) if len(group) else scores_G
+    outcome_G = outcome_advantages(scores_G, algorithm)
 
     pools: dict[int, list[tuple[int, MemorySample]]] = {}
     for i, trajectory in enumerate(group):
@@ -286,5 +287,5 @@ def mini_batches(group_tokens: Sequence[int], num_parts: int, seed: int) -> tupl
         nearest = int(np.argmin(np.abs(ends - ideal))) + 1
         borders.append(min(max(nearest, borders[-1] + 1), len(order) - (num_filled - part)))
     borders.append(len(order))
-    parts = [tuple(order[a:b].tolist()) for a, b in zip(borders, borders[1:], strict=False)] if len(order) else []
+    parts = [tuple(order[a:b].tolist()) for a, b in itertools.pairwise(borders)] if len(order) else []
     return tuple(parts + [()] * (num_parts - len(parts)))

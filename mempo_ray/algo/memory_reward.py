@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,8 +30,7 @@ from mempo_ray.contracts import (
 from mempo_ray.errors import TrainingError
 
 
-@dataclass(frozen=True)
-class ProbeText:
+class ProbeText(NamedTuple):
     """A gold text to score behind `<answer>`; texts of one `objective` are aliases of each other."""
 
     text: str

@@ -1,4 +1,4 @@
-"""Comparing an answer with gold answers (algorithm.md §2). Aliases: any may match; objectives: each has its own part."""
+"""Comparing an answer with gold answers (algorithm.md §2): objectives × aliases, where any alias may match."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_an_empty_gold_text_has_no_targets(byte_level):
 
 
 def test_several_objectives_are_joined_by_default():
-    assert joined_probe(Task("t", "q", (("a", "A"), ("b",)), "x")) == [("<answer>", "a; b", "</answer>")]
+    assert joined_probe(Task("t", "q", (("a", "A"), ("b",)), "x")) == [("a; b", 0)]
 
 
 def test_swapped_memories_come_from_another_question_and_the_same_turn():
