@@ -11,8 +11,8 @@ from pathlib import Path
 
 from mempo_ray.errors import ConfigError
 
-BUILTIN = Path(__file__).parents[1] / "assets"
-"""`builtin:NAME` is the folder NAME here, shipped with the package."""
+BUILTIN = {"tiny": Path(__file__).parents[1] / "assets" / "tiny_policy"}
+"""`builtin:NAME`: folders that are shipped with the package."""
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 
@@ -25,7 +25,8 @@ def models_dir() -> Path:
 def model_folder(name: str) -> Path:
     """The folder of a model: `builtin:tiny`, `fetched:smollm2`, or a path."""
     if name.startswith("builtin:"):
-        return BUILTIN / name.removeprefix("builtin:")
+        known = name.removeprefix("builtin:")
+        return BUILTIN.get(known, Path(name))
     if name.startswith("fetched:"):
         return models_dir() / name.removeprefix("fetched:")
     return Path(name).expanduser()

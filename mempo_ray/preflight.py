@@ -1,0 +1,310 @@
+"""What can be wrong with a run, found before anything starts, from cheap to dear.
+
+    names ──▶ token arithmetic of the keys ──▶ files: model, tasks, index, run folder, resume ──▶ tokens of real prompts
+
+Every message names the key or file and the remedy. Nothing here imports torch, ray or transformers, so a mistake costs
+seconds; what the cluster lacks is `placement.plan`'s to say, and comes after.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import json
+import tempfile
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from mempo_ray.agent.prompt import Renderer
+from mempo_ray.agent.tokenizer import FileTokenizer
+from mempo_ray.agent.tools import TOOLS
+from mempo_ray.algo.registry import ADV_ESTIMATORS, POLICY_LOSSES
+from mempo_ray.config.models import check_model_folder
+from mempo_ray.config.schema import Config
+from mempo_ray.contracts import Task
+from mempo_ray.data.tasks import read_tasks
+from mempo_ray.data.world import is_synthetic, same_atlas
+from mempo_ray.errors import ConfigError, DataError, MempoError
+from mempo_ray.observability.run_folder import COMPLETE, newest_checkpoint
+from mempo_ray.rewards.registry import MANAGERS, SCORERS
+from retrieval_index import manifest
+from retrieval_index.corpus import read_corpus
+from retrieval_index.encoder import Encoder, make_encoder
+from retrieval_index.errors import RetrievalIndexError
+
+TRACKERS = {
+    "aim": "aim",
+    "clearml": "clearml",
+    "comet_ml": "comet_ml",
+    "dvclive": "dvclive",
+    "mlflow": "mlflow",
+    "swanlab": "swanlab",
+    "tensorboard": "tensorboard",
+    "trackio": "trackio",
+    "wandb": "wandb",
+}
+"""accelerate's trackers and the package that each needs."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the checks have read anyway: tasks, the policy's folder, and where to resume (None = a new run)."""
+
+    train: Sequence[Task]
+    eval: Sequence[Task]
+    model: Path
+    resume: Path | str | None
+
+
+def preflight(config: Config) -> Inputs:
+    """Check all that needs no cluster.
+
+    Raises:
+        ConfigError, DataError: the first mistake, by key or file, with its remedy.
+    """
+    import_plugins(config)
+    check_names(config)
+    check_token_limits(config)
+    model = check_model_folder("policy.model", config.policy.model)
+    renderer = Renderer.from_folder(model, FileTokenizer.from_folder(model), config.agent)
+    train, held_out = (_tasks(config, key) for key in ("train", "eval"))
+    check_retrieval(config)
+    check_run_folder(config)
+    resume = check_resume(config, model)
+    check_prompts(config, renderer, model, [*train, *held_out])
+    return Inputs(train, held_out, model, resume)
+
+
+def import_plugins(config: Config) -> None:
+    """Import the user's modules, so that what they register is known. Raises ConfigError."""
+    for name in config.plugins:
+        try:
+            importlib.import_module(name)
+        except MempoError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"plugins: {name}: {type(error).__name__}: {error}. It must be importable from here (PYTHONPATH)."
+            ) from error
+
+
+def check_names(config: Config) -> None:
+    """Everything that the configuration names, and that the schema does not list, is registered."""
+    ADV_ESTIMATORS.check(config.algorithm.adv_estimator)
+    POLICY_LOSSES.check(config.algorithm.policy_loss)
+    MANAGERS.check(config.reward.manager)
+    if config.reward.scorer != "auto":
+        SCORERS.check(config.reward.scorer)
+    for tool in config.agent.tools:
+        TOOLS.check(tool)
+    for tracker in config.trackers:
+        if tracker not in TRACKERS:
+            near = difflib.get_close_matches(tracker, TRACKERS, 1, 0.0)[0]
+            raise ConfigError(f"trackers: unknown tracker {tracker!r}; did you mean {near!r}? Known: "
+                              f"{', '.join(TRACKERS)}.")  # fmt: skip
+        if importlib.util.find_spec(TRACKERS[tracker]) is None:
+            raise ConfigError(f"trackers: {tracker} needs the package {TRACKERS[tracker]}, which is not installed.")
+    _check_custom_function(config)
+
+
+def _check_custom_function(config: Config) -> None:
+    custom = config.reward.custom_function
+    if not custom.path:
+        return
+    key = "reward.custom_function.path"
+    try:
+        tree = ast.parse(Path(custom.path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key}: {custom.path} cannot be read ({error}); give a Python file.") from None
+    except SyntaxError as error:
+        raise ConfigError(f"{key}: {custom.path}, line {error.lineno}: {error.msg}.") from None
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    if custom.name not in names:
+        raise ConfigError(
+            f"reward.custom_function.name: {custom.path} has no function {custom.name!r}; it has {', '.join(names)}."
+        )
+
+
+# -- tokens -------------------------------------------------------------------------------------------------
+
+
+def context_tokens(config: Config) -> tuple[int, str]:
+    """Most tokens that a prompt can hold after its first part, and the sum in words."""
+    agent, limits = config.agent, config.agent.limits
+    turn, tool = limits.turn_tokens, limits.tool_tokens
+    per_turn = f"{turn} (agent.limits.turn_tokens) + {tool} (agent.limits.tool_tokens)"
+    if agent.context in ("last_turn", "memory_only"):
+        return turn + tool, per_turn
+    if agent.context == "k_turns":
+        return agent.k_turns * (turn + tool), f"{agent.k_turns} (agent.k_turns) × ({per_turn})"
+    shown = (agent.max_turns - 1) * (turn + tool)
+    if shown <= limits.episode_tokens:
+        return shown, f"{agent.max_turns - 1} (agent.max_turns − 1) × ({per_turn})"
+    return limits.episode_tokens, f"{limits.episode_tokens} (agent.limits.episode_tokens)"
+
+
+def check_token_limits(config: Config, initial_tokens: int = 0) -> None:
+    """Prompt + tool + turn fit into the model's length, and every row into the token budgets.
+
+    Args:
+        initial_tokens: longest first prompt (system message and question); 0 before the tokenizer is known.
+
+    Raises:
+        ConfigError: with the sum spelled out.
+    """
+    context, words = context_tokens(config)
+    limits, longest = config.agent.limits, config.rollout.max_model_len
+    need = initial_tokens + context + limits.turn_tokens
+    if need > longest:
+        question = f"{initial_tokens} (longest system message and question) + " if initial_tokens else ""
+        raise ConfigError(
+            f"rollout.max_model_len: {longest} is too short for context={config.agent.context}: {question}{words} + "
+            f"{limits.turn_tokens} (the turn itself) = {need} tokens. Raise it, or lower the agent's limits."
+        )
+    episode = min(limits.episode_tokens, config.agent.max_turns * (limits.turn_tokens + limits.tool_tokens))
+    row, row_words = longest, f"a row can have {longest} tokens (rollout.max_model_len)"
+    if config.algorithm.rows == "concatenated":
+        row = initial_tokens + episode
+        row_words = f"algorithm.rows=concatenated makes rows of {row} tokens (a whole episode)"
+    if config.policy.micro_batch_tokens < row:
+        raise ConfigError(
+            f"policy.micro_batch_tokens: {config.policy.micro_batch_tokens} is shorter than one row: {row_words}. "
+            f"Set it to at least {row}."
+        )
+    memory = config.memory_reward
+    if memory.weight > 0 and memory.baseline == "full_history":
+        history = min(initial_tokens + episode, memory.max_history_tokens or initial_tokens + episode)
+        if config.batch_executor.micro_batch_tokens < history:
+            raise ConfigError(
+                f"batch_executor.micro_batch_tokens: {config.batch_executor.micro_batch_tokens} is shorter than one "
+                f"full history of {history} tokens. Set it to at least that, or memory_reward.max_history_tokens lower."
+            )
+
+
+def check_prompts(config: Config, renderer: Renderer, model: Path, tasks: Sequence[Task]) -> None:
+    """The token arithmetic again with the longest real question, and against the model's own length."""
+    settings = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    most = settings.get("max_position_embeddings")
+    if most and config.rollout.max_model_len > most:
+        raise ConfigError(
+            f"rollout.max_model_len: {config.rollout.max_model_len} is longer than the {most} positions of "
+            f"{config.policy.model}. Set it to at most {most}."
+        )
+    longest = sorted(tasks, key=lambda task: len(task.question), reverse=True)[:8]
+    check_token_limits(config, max(len(renderer.initial_ids(task.question)) for task in longest))
+
+
+# -- files --------------------------------------------------------------------------------------------------
+
+
+def _tasks(config: Config, which: str) -> list[Task]:
+    source = getattr(config.data, which)
+    try:
+        return read_tasks(source, config.data.question_key, config.data.answer_key)
+    except DataError as error:
+        raise DataError(f"data.{which}: {error}") from None
+
+
+@contextmanager
+def _index_errors():
+    """Errors of the index package, with this configuration's keys."""
+    try:
+        yield
+    except RetrievalIndexError as error:
+        key = error.field if error.field in ("corpus", "encoder", "embeddings", "index") else "index"
+        raise DataError(f"retrieval.{key}: {error.problem}. Remedy: {error.remedy}.") from None
+
+
+def check_retrieval(config: Config) -> None:
+    """The index belongs to the encoder, or the corpus can be read and prepared vectors fit it."""
+    retrieval = config.retrieval
+    with _index_errors():
+        if retrieval.index:
+            settings = manifest.load(retrieval.index).encoder.settings
+            encoder = make_encoder(retrieval.encoder, **_settings_for(retrieval.encoder, settings))
+            manifest.check(retrieval.index, encoder_fingerprint=encoder.fingerprint, dim=encoder.dim)
+            return
+        encoder = make_encoder(retrieval.encoder)
+        if is_synthetic(retrieval.corpus):
+            if not (is_synthetic(config.data.train) and is_synthetic(config.data.eval)):
+                raise ConfigError(
+                    "retrieval.corpus: 'synthetic' holds the facts of synthetic tasks, but data.train / data.eval are "
+                    "files; give the passages' file."
+                )
+            same_atlas(config.data.train, config.data.eval)
+            return
+        next(read_corpus(retrieval.corpus), None)
+        if retrieval.embeddings:
+            _check_embeddings(config, encoder)
+
+
+def _settings_for(encoder: str, recorded: dict) -> dict:
+    """Settings in a manifest belong to one kind of encoder; another kind gets its own defaults."""
+    return {k: v for k, v in recorded.items() if (k == "dim") == (encoder == "hash")}
+
+
+def _check_embeddings(config: Config, encoder: Encoder) -> None:
+    file, corpus = config.retrieval.embeddings, Path(config.retrieval.corpus)
+    try:
+        shape = np.load(file, mmap_mode="r").shape
+    except (OSError, ValueError) as error:
+        raise DataError(f"retrieval.embeddings: {file} cannot be read ({error}); give a .npy file.") from None
+    if shape[-1] != encoder.dim:
+        raise DataError(
+            f"retrieval.embeddings: {file} holds vectors of dimension {shape[-1]}, the encoder "
+            f"{config.retrieval.encoder!r} makes {encoder.dim}; use the encoder that made them."
+        )
+    rows = pq.ParquetFile(corpus).metadata.num_rows if corpus.suffix == ".parquet" else _count_lines(corpus)
+    if rows is not None and shape[0] != rows:
+        raise DataError(f"retrieval.embeddings: {file} has {shape[0]} rows, {corpus} has {rows} passages; "
+                        "row i must be the vector of passage i.")  # fmt: skip
+
+
+def _count_lines(file: Path) -> int | None:
+    """Lines that are not blank; None for a compressed file, which the build will count."""
+    if file.suffix == ".gz":
+        return None
+    with file.open("rb") as lines:
+        return sum(1 for line in lines if line.strip())
+
+
+def check_run_folder(config: Config) -> None:
+    """A file can be written under `run.dir`. URIs of other file systems are tried at the first write."""
+    if "://" in config.run.dir:
+        return
+    folder = Path(config.run.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"run.dir: cannot write to {folder} ({error.strerror}); choose a writable folder.") from None
+
+
+def check_resume(config: Config, model: Path) -> Path | str | None:
+    """The checkpoint to continue from, if it is complete and of this model."""
+    wanted = config.run.resume
+    if not wanted or "://" in wanted:
+        return wanted or None
+    found = newest_checkpoint(Path(config.run.dir), config.run.name) if wanted == "auto" else Path(wanted)
+    if found is None:
+        return None
+    if not (found / COMPLETE).is_file():
+        raise ConfigError(
+            f"run.resume: {found} holds no complete checkpoint (no file {COMPLETE}); name another, or ''."
+        )
+    theirs = json.loads((found / "facts.json").read_text(encoding="utf-8"))["architecture"]
+    ours = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    differing = [f"{k} {v}, policy.model has {ours[k]}" for k, v in theirs.items()
+                 if v is not None and ours.get(k) is not None and ours[k] != v]  # fmt: skip
+    if differing:
+        raise ConfigError(f"run.resume: {found} is a checkpoint of another model: {'; '.join(differing)}. "
+                          "Set policy.model to that model, or run.resume=''.")  # fmt: skip
+    return found
