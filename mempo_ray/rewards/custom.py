@@ -1,0 +1,77 @@
+"""A user's reward function from a file (`reward.custom_function`), with the signature that verl's users have."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+from mempo_ray.config.schema import CustomFunction, Reward
+from mempo_ray.contracts import Task, Trajectory
+from mempo_ray.errors import ConfigError
+from mempo_ray.rewards.registry import Scorer
+
+
+def load_custom_scorer(section: CustomFunction) -> Scorer:
+    """The function `compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict` as a scorer.
+
+    solution_str   the policy's own text of all turns, a line break between turns; tool text is not in it
+    ground_truth   str, list of aliases, or list of lists (several objectives): the simplest form that holds all
+    extra_info     the row's metadata, and task_id, question, answer (extracted or None), format_valid, num_turns,
+                   end_reason
+
+    Raises:
+        ConfigError: there is no such file, it does not import, or it has no such function.
+    """
+    function = _load(section)
+
+    def score(trajectory: Trajectory, settings: Reward) -> object:
+        task = trajectory.task
+        extra_info = {
+            **task.metadata,
+            "task_id": task.task_id,
+            "question": task.question,
+            "answer": trajectory.answer,
+            "format_valid": trajectory.format_valid,
+            "num_turns": len(trajectory.turns),
+            "end_reason": trajectory.end_reason.value,
+        }
+        return function(
+            data_source=task.data_source,
+            solution_str="\n".join(turn.text for turn in trajectory.turns),
+            ground_truth=ground_truth(task),
+            extra_info=extra_info,
+        )
+
+    return score
+
+
+def ground_truth(task: Task) -> str | list[str] | list[list[str]]:
+    """The gold answers in the simplest of the three shapes of a data row."""
+    if len(task.golds) > 1:
+        return [list(aliases) for aliases in task.golds]
+    (aliases,) = task.golds
+    return aliases[0] if len(aliases) == 1 else list(aliases)
+
+
+def _load(section: CustomFunction) -> Callable[..., object]:
+    path = Path(section.path)
+    if not path.is_file():
+        raise ConfigError(f"reward.custom_function.path: there is no file {path}; give the path of a Python file")
+    spec = importlib.util.spec_from_file_location(f"mempo_custom_reward_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"reward.custom_function.path: {path} is not a Python file (.py)")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # the user's file may raise anything
+        raise ConfigError(
+            f"reward.custom_function.path: {path} does not import: {type(error).__name__}: {error}"
+        ) from error
+    function = getattr(module, section.name, None)
+    if not callable(function):
+        names = sorted(name for name, value in vars(module).items() if callable(value) and not name.startswith("_"))
+        raise ConfigError(
+            f"reward.custom_function.name: {path} has no function {section.name!r}; it has {', '.join(names) or 'none'}"
+        )
+    return function
