@@ -33,7 +33,7 @@ from retrieval_index.manifest import (
 KINDS = ("flat", "ivf", "hnsw", "ivfpq")
 ROWS_PER_SLICE = 1024
 TRAINING_ROWS_PER_LIST = 64  # FAISS warns below 39 and gains little above 256
-MIN_PQ_ROWS = 256  # one row for each of the 2^8 centroids of a sub-quantiser
+MIN_PQ_ROWS = 39 * 256  # for the 2^8 centroids of a sub-quantiser; fewer passages fit in memory anyway
 
 Progress = Callable[[int, int], None]
 """Called with (passages done, passages in all)."""
@@ -70,7 +70,9 @@ def plan_index(kind: str, count: int, dim: int) -> IndexPlan:
         if count < MIN_PQ_ROWS:
             raise BuildError(f"{count} passages are too few for ivfpq", "kind", "use kind flat")
         num_parts = next(parts for parts in range(max(1, dim // 4), 0, -1) if dim % parts == 0)
-        return IndexPlan(f"IVF{num_lists},PQ{num_parts}x8", max(num_training_rows, MIN_PQ_ROWS), nprobe)
+        # "np": no polysemous training, which takes minutes and serves a search that is not used here.
+        factory = f"IVF{num_lists},PQ{num_parts}x8np"
+        return IndexPlan(factory, max(num_training_rows, MIN_PQ_ROWS), nprobe)
     raise BuildError(f"unknown kind {kind!r}", "kind", f"use one of {', '.join(KINDS)}")
 
 

@@ -179,7 +179,9 @@ class TransformerEncoder:
     @cached_property
     def _model(self) -> tuple[Any, Any]:
         from transformers import AutoModel, AutoTokenizer  # here, since it imports torch and takes 4 s
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()  # loading takes 10 ms, and stderr may be somebody's live display
         try:
             tokenizer = AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
             model = AutoModel.from_pretrained(self._folder, local_files_only=True)

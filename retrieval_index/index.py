@@ -91,7 +91,7 @@ class PassageIndex:
 
     def passages(self, rows: Sequence[int], scores: Sequence[float]) -> tuple[Passage, ...]:
         """The passages of one query's rows, those of row -1 left out."""
-        found = [(self._passages[int(row)], s) for row, s in zip(rows, scores, strict=True) if row >= 0]
+        found = [(self._passages[row], s) for row, s in zip(rows, scores, strict=True) if row >= 0]
         return tuple(Passage(hit.id, hit.title, hit.text, float(score)) for hit, score in found)
 
 

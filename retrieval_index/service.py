@@ -170,6 +170,10 @@ class RetrievalService:
         """A snapshot of the counters."""
         return replace(self._stats, encode_s=self._encode_s, search_s=self._search_s)
 
+    async def warm_up(self) -> None:
+        """One search, so that the model is loaded before somebody's deadline runs. Raises as `search`."""
+        await self.search(["warm up"], 1, deadline_s=WARM_UP_DEADLINE_S)
+
     async def search(self, queries: Sequence[str], top_k: int, *, deadline_s: float | None = None) -> list[Result]:
         """Search all queries; result i belongs to query i.
 

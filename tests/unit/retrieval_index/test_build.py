@@ -1,0 +1,106 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from retrieval_index.build import KINDS, build_index, plan_index
+from retrieval_index.corpus import Document
+from retrieval_index.encoder import HashEncoder
+from retrieval_index.errors import BuildError, CorpusError
+from retrieval_index.index import PassageIndex
+from retrieval_index.manifest import FileStamp, load, verify
+
+from .conftest import facts
+
+
+def random_facts(count: int) -> list[Document]:
+    return [Document(str(i), "", f"mentor n{i} n{i * 7 % count} .") for i in range(count)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_finds_a_passage_by_its_own_words(tmp_path: Path, kind: str) -> None:
+    encoder, count = HashEncoder(64), 10_000 if kind == "ivfpq" else 600
+    manifest = build_index(random_facts(count), encoder, kind, tmp_path / "index")
+    assert (manifest.kind, manifest.count, manifest.dim) == (kind, count, 64)
+    index = PassageIndex.open(tmp_path / "index", encoder_fingerprint=encoder.fingerprint)
+    rows, _ = index.search(encoder.encode_queries([f"mentor n{i}" for i in range(50)]), 5)
+    assert np.mean([i in found for i, found in enumerate(rows)]) >= 0.9
+
+
+def test_an_index_appears_whole_with_its_files_and_nothing_else(tmp_path: Path) -> None:
+    manifest = build_index(facts(), HashEncoder(), "flat", tmp_path / "index")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index"]
+    names = {path.name for path in (tmp_path / "index").iterdir()}
+    assert names == {"manifest.json", "vectors.faiss", "passages.arrow"}
+    assert verify(tmp_path / "index") == manifest == load(tmp_path / "index")
+
+
+def test_a_build_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match="already used"):
+        build_index([*facts(), facts()[0]], HashEncoder(), "flat", tmp_path / "index")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_same_corpus_gives_the_same_checksums(tmp_path: Path) -> None:
+    first = build_index(random_facts(600), HashEncoder(64), "ivf", tmp_path / "a")
+    second = build_index(random_facts(600), HashEncoder(64), "ivf", tmp_path / "b")
+    assert first == second
+    assert first.index_id == second.index_id
+
+
+def test_an_existing_folder_is_replaced_only_when_asked(tmp_path: Path) -> None:
+    build_index(facts(), HashEncoder(), "flat", tmp_path / "index")
+    with pytest.raises(BuildError, match="exists"):
+        build_index(facts()[:5], HashEncoder(), "flat", tmp_path / "index")
+    build_index(facts()[:5], HashEncoder(), "flat", tmp_path / "index", overwrite=True)
+    assert load(tmp_path / "index").count == 5
+    assert [path.name for path in tmp_path.iterdir()] == ["index"]
+
+
+def test_given_embeddings_replace_the_encoder_pass(tmp_path: Path) -> None:
+    encoder = HashEncoder(64)
+    vectors = encoder.encode_passages([document.text for document in facts()])
+    np.save(tmp_path / "vectors.npy", vectors.astype(np.float16))
+    embeddings = tmp_path / "vectors.npy"
+    manifest = build_index(facts(), encoder, "flat", tmp_path / "given", embeddings=embeddings)
+    assert manifest.encoder.fingerprint == encoder.fingerprint
+    rows, scores = PassageIndex.open(tmp_path / "given").search(vectors, 1)
+    assert rows[:, 0].tolist() == list(range(len(vectors)))
+    np.testing.assert_allclose(scores, 1, atol=1e-3)
+    with pytest.raises(BuildError, match=r"shape \(24, 64\), corpus and encoder need \(5, 64\)"):
+        build_index(facts()[:5], encoder, "flat", tmp_path / "short", embeddings=embeddings)
+
+
+def test_progress_ends_at_the_total(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    build_index(
+        random_facts(1500),
+        HashEncoder(64),
+        "flat",
+        tmp_path / "index",
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert seen == [(1024, 1500), (1500, 1500)]
+
+
+def test_a_corpus_file_and_the_same_passages_in_memory_give_one_index(tmp_path: Path) -> None:
+    (tmp_path / "c.jsonl").write_text('{"id": "a", "title": "T", "text": "x y"}\n{"id": "b", "text": "z"}\n')
+    passages = [Document("a", "T", "x y"), Document("b", "", "z")]
+    from_file = build_index(tmp_path / "c.jsonl", HashEncoder(64), "flat", tmp_path / "file")
+    assert from_file.files == build_index(passages, HashEncoder(64), "flat", tmp_path / "memory").files
+    assert FileStamp.of(tmp_path / "file" / "vectors.faiss") == from_file.files["vectors.faiss"]
+
+
+def test_plans_stay_trainable_for_any_size() -> None:
+    for kind in ("ivf", "ivfpq"):
+        for count in (10_000, 20_000, 5_000_000):
+            plan = plan_index(kind, count, 384)
+            num_lists = int(plan.factory.removeprefix("IVF").split(",")[0])
+            assert 1 <= plan.search["nprobe"] <= num_lists <= plan.num_training_rows <= count
+
+
+def test_too_few_passages_for_a_quantiser_and_an_unknown_kind_name_the_remedy() -> None:
+    with pytest.raises(BuildError, match="use kind flat"):
+        plan_index("ivfpq", 1000, 384)
+    with pytest.raises(BuildError, match="flat, ivf, hnsw, ivfpq"):
+        plan_index("lsh", 100, 384)

@@ -1,0 +1,86 @@
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from retrieval_index.corpus import Document, PassageStore, embedding_text, read_corpus, write_passages
+from retrieval_index.errors import CorpusError
+
+ROW = {"id": "p1", "title": "Sari", "text": "mentor Boko Sari ."}
+
+
+def documents_of(path: Path) -> list[Document]:
+    return [document for _, document in read_corpus(path)]
+
+
+def test_jsonl_gzip_and_parquet_hold_the_same_passages(tmp_path: Path) -> None:
+    line = json.dumps(ROW) + "\n"
+    (tmp_path / "a.jsonl").write_text(line)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(line.encode()))
+    pq.write_table(pa.Table.from_pylist([ROW]), tmp_path / "a.parquet")
+    for name in ("a.jsonl", "a.jsonl.gz", "a.parquet"):
+        assert documents_of(tmp_path / name) == [Document(**ROW)]
+
+
+def test_the_contents_form_of_search_r1_has_its_title_on_the_first_line(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"id": 7, "contents": '"Sari"\nline one\nline two'}))
+    assert documents_of(tmp_path / "a.jsonl") == [Document("7", "Sari", "line one\nline two")]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"id": "p2", "text": ', "not JSON"),
+        (b'{"id": "p2", "text": "\xff"}', "not UTF-8"),
+        (b'["p2"]', "not an object"),
+        (b'{"text": "x"}', "no `id`"),
+        (b'{"id": "p2"}', "neither `text` nor `contents`"),
+        (b'{"id": "p2", "text": 3}', "must be strings"),
+    ],
+)
+def test_a_bad_line_names_file_and_number(tmp_path: Path, line: bytes, problem: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(json.dumps(ROW).encode() + b"\n\n" + line + b"\n")
+    with pytest.raises(CorpusError, match=f"bad.jsonl, line 3: .*{problem}"):
+        documents_of(path)
+
+
+def test_a_truncated_gzip_file_is_an_error_not_a_short_corpus(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps(ROW).encode() * 50)[:-9])
+    with pytest.raises(CorpusError, match="cannot be unpacked"):
+        documents_of(path)
+
+
+def test_a_missing_file_and_an_unknown_kind_say_so_before_the_first_passage(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match="there is no file"):
+        read_corpus(tmp_path / "absent.jsonl")
+    (tmp_path / "a.csv").write_text("x")
+    with pytest.raises(CorpusError, match="neither"):
+        read_corpus(tmp_path / "a.csv")
+
+
+def test_a_duplicate_id_names_both_lines(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match=r"c\.jsonl, line 9: id 'p1' was already used on line 2"):
+        write_passages([(2, Document(**ROW)), (9, Document(**ROW))], tmp_path / "p.arrow", "c.jsonl")
+
+
+def test_an_empty_corpus_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match="holds no passage"):
+        write_passages([], tmp_path / "p.arrow", "c.jsonl")
+
+
+def test_the_store_gives_any_row_across_its_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retrieval_index.corpus.ROWS_PER_BATCH", 2)
+    documents = [Document(str(i), f"t{i}" if i % 2 else "", f"text {i} ä") for i in range(5)]
+    assert write_passages(enumerate(documents, 1), tmp_path / "p.arrow", "c") == 5
+    store = PassageStore(tmp_path / "p.arrow")
+    assert [store[row] for row in (4, 0, 3)] == [documents[4], documents[0], documents[3]]
+    assert store.embedding_texts(1, 4) == ["t1. text 1 ä", "text 2 ä", "t3. text 3 ä"]
+
+
+def test_a_passage_without_a_title_is_embedded_as_its_text() -> None:
+    assert embedding_text("", "mentor Boko Sari .") == "mentor Boko Sari ."
