@@ -38,8 +38,11 @@ class PolicyWorker:
             probe.bind((ip, 0))
             return ip, probe.getsockname()[1]
 
-    def start(self, rank: int, world: int, master: tuple[str, int]) -> int:
+    def start(self, rank: int, world: int, master: tuple[str, int], version: int = 0) -> int:
         """Join the gang and load the model. Returns the policy's number of parameters.
+
+        Args:
+            version: the highest weight version of an earlier gang of this run (`PolicyRank`).
 
         Raises:
             ConfigError: the model folder.
@@ -57,7 +60,7 @@ class PolicyWorker:
         policy = self.settings.policy
         torch.set_num_threads(policy.threads)
         gang = Gang.join(rank, world, master, policy.device, self.settings.collective_timeout_s)
-        self._rank = PolicyRank(self.settings, gang)
+        self._rank = PolicyRank(self.settings, gang, version=version)
         return sum(p.numel() for p in self._rank.model.parameters())
 
     def run(self, sequence: int, command: Command, *payloads: Batch) -> CommandReply:

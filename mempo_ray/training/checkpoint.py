@@ -95,7 +95,7 @@ def load(uri: str, state: State, architecture: Mapping[str, object], gang: Gang)
 
 
 def random_state() -> dict[str, Tensor]:
-    """torch's generator. Rank 0's is kept for all: a rank draws nothing (no dropout), and ranks may change in number."""
+    """torch's generator. Rank 0's is kept for all: ranks draw nothing (no dropout), and their number may change."""
     return {"torch": torch.get_rng_state()}
 
 

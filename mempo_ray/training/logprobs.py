@@ -1,6 +1,6 @@
 """Log-probs of marked tokens: rows → packed micro-batches → one forward each.
 
-    rows ─ pack ─▶ MicroBatch ─ model(logits_to_keep = positions before the targets) ─▶ logits [K, vocab] ─▶ log-probs [K]
+    rows ─ pack ─▶ MicroBatch ─ model(logits_to_keep = one before each target) ─▶ logits [K, vocab] ─▶ log-probs [K]
 
 Ranks take part in every forward of every other: the number of passes is the largest of any rank, and a rank with
 fewer micro-batches runs a dummy row.
@@ -79,7 +79,7 @@ def gather_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def row_logprobs(model: nn.Module, rows: Sequence[Row], budget: int, autocast: str, gang: Gang) -> list[Tensor]:
-    """Log-probs [K] of each row's targets, on the CPU, in order. Collective: every rank calls it, maybe with no rows."""
+    """Log-probs [K] of each row's targets, on the CPU, in order. Collective; a rank may have no rows."""
     result: list[Tensor] = []
     for batch in micro_batches(rows, budget, gang):
         logprobs = gather_logprobs(target_logits(model, batch, autocast), batch.targets).cpu()

@@ -43,9 +43,16 @@ from mempo_ray.training.step import PolicyUpdate, make_optimizer, supervised_ste
 
 
 class PolicyRank:
-    """State of one rank. `master_dtype` is the stored weights' (float64 in numerics tests)."""
+    """State of one rank.
 
-    def __init__(self, settings: RankSettings, gang: Gang, *, master_dtype: torch.dtype = torch.float32) -> None:
+    Args:
+        version: the highest weight version that an earlier gang of this run has reached; a load stays above it.
+        master_dtype: of the stored weights (float64 in numerics tests).
+    """
+
+    def __init__(
+        self, settings: RankSettings, gang: Gang, *, version: int = 0, master_dtype: torch.dtype = torch.float32
+    ) -> None:
         for plugin in settings.plugins:
             importlib.import_module(plugin)
         torch.manual_seed(settings.seed)
@@ -59,7 +66,8 @@ class PolicyRank:
             self.reference = load_model(self.folder, self.policy, gang, dtype=self.forward_dtype, trainable=False)
         self.optimizer = make_optimizer(self.model, self.policy)
         self.max_tokens = int(getattr(self.model.config, "max_position_embeddings", 0)) or 2**31
-        self.next_sequence = self.version = self.schedule_step = 0
+        self.next_sequence = self.schedule_step = 0
+        self.version = version
 
     def run(self, sequence: int, command: Command, *payloads: Batch) -> CommandReply:
         """Obey one command.
@@ -166,8 +174,8 @@ class PolicyRank:
         longest = max((len(row.ids_T) for row in rows), default=0)
         if longest > self.policy.micro_batch_tokens:
             raise ConfigError(
-                f"policy.micro_batch_tokens={self.policy.micro_batch_tokens} is shorter than a row of {longest} tokens; "
-                "raise it, or lower rollout.max_model_len"
+                f"policy.micro_batch_tokens={self.policy.micro_batch_tokens} is shorter than a row of {longest} "
+                "tokens; raise it, or lower rollout.max_model_len"
             )
 
     def _costs(self, started: float) -> dict[str, float]:
@@ -193,7 +201,10 @@ class PolicyRank:
         )
 
     def freeze_reference(self) -> str:
-        """The present weights become π_ref (where one is needed); optimiser and schedule start anew. Returns its checksum."""
+        """The present weights become π_ref, where one is needed; optimiser and schedule start anew.
+
+        Returns the checksum of the reference, "" where there is none.
+        """
         if self.reference is not None:
             copy_weights(self.model, self.reference)
         self.optimizer = make_optimizer(self.model, self.policy)

@@ -65,7 +65,7 @@ def expand(request: LogProbRequest, payload: TrajectoryBatch | None, max_tokens:
 
     Raises:
         DataError: a slice that the payload does not hold, a length that is not the segment's, a target without a
-            token before it, a row above `max_tokens` (what the model can see), an id of no vocabulary is not checked.
+            token before it, a row above `max_tokens` (what the model can see).
     """
     ids = [_segment_ids(request, segment, payload) for segment in request.segments]
     rows = []
