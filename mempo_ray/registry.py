@@ -6,7 +6,7 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from mempo_ray.errors import ConfigError
 
@@ -77,10 +77,10 @@ class Registry(Generic[T]):
         return getattr(importlib.import_module(module), attribute)
 
 
-def _place_of(piece: object) -> str:
+def _place_of(piece: Any) -> str:
     """`file:line` of a function or class, for messages."""
-    target = inspect.unwrap(piece) if callable(piece) else piece
     try:
+        target = inspect.unwrap(piece)
         return f"{inspect.getsourcefile(target)}:{inspect.getsourcelines(target)[1]}"
     except (TypeError, OSError):  # made in C or at a prompt: no source to point at
         return repr(piece)

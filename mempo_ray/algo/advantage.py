@@ -9,6 +9,7 @@ Axes: `_G` surviving siblings, `_S` turns, `_T` tokens. Statistics are float64.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -98,6 +99,8 @@ def exclusion_reason(summary: TrajectorySummary, score: Score | None) -> str | N
         return "no output tokens"
     if score is None or isinstance(score, Unscored):
         return f"unscored: {score.kind}: {score.reason}" if score else "unscored"
+    if not math.isfinite(score.score):  # one of them would turn the whole group's advantages into NaN
+        return f"unscored: the scorer answered {score.score}"
     return None
 
 

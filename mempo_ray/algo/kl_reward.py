@@ -46,6 +46,8 @@ def kl_request(
 def trajectory_kl(old: LogProbResult, reference: LogProbResult) -> float:
     """Σ_k (log π_old − log π_ref) over all output tokens of the trajectory (k1). The penalty is κ times this.
 
+    End-of-turn tokens that the system added (`rollout.stop_at_tags`) are counted in: summaries do not tell them apart.
+
     Raises:
         TrainingError: the two answers differ in shape, or hold a log-prob that is not finite.
     """

@@ -103,19 +103,14 @@ def build_request(
     Example: two turns with memories, full_history, one probe: the forest in `contracts/scoring.py`.
     """
     probes = tuple(probe for probe in summary.probes if probe.stop > probe.start)
-    turns = [t for t, num_tokens in enumerate(summary.memory_tokens_S) if num_tokens > 0]
-    history_starts: Mapping[int, int | None] = {}
-    if settings.baseline == "full_history":
-        history_starts = {t: _history_start(summary, t, settings) for t in turns}
-        turns = [t for t in turns if history_starts[t] is not None]
-    num_dropped = sum(1 for start in history_starts.values() if start is None)
-    turns = _pool_turns(turns, settings)
+    dropped = dropped_turns(summary, settings)
+    turns = _pool_turns([t for t in _memory_turns(summary) if t not in dropped], settings)
     if not turns or not probes:
         return None
 
     forest = _Forest(summary, probes)
     baseline: Mapping[str, Callable[[int], int | None]] = {
-        "full_history": lambda t: forest.context(forest.history(history_starts[t] or 0, t)),
+        "full_history": lambda t: forest.context(forest.history(_history_start(summary, t, settings), t)),
         "previous_memory": lambda t: forest.context(
             forest.memory(t - 1) if t > 0 and summary.memory_tokens_S[t - 1] > 0 else forest.root
         ),
@@ -144,9 +139,16 @@ def build_request(
         request,
         samples,
         tuple(probe.objective for probe in probes),
-        num_dropped,
-        sum(1 for t in turns if history_starts.get(t)),
+        len(dropped),
+        sum(1 for t in turns if settings.baseline == "full_history" and _history_start(summary, t, settings) > 0),
     )
+
+
+def dropped_turns(summary: TrajectorySummary, settings: MemoryReward) -> tuple[int, ...]:
+    """Turns with a memory that give no sample because the history before them exceeds `max_history_tokens`."""
+    if settings.baseline != "full_history" or settings.long_history != "drop":
+        return ()
+    return tuple(t for t in _memory_turns(summary) if _history_start(summary, t, settings) > 0)
 
 
 @dataclass(frozen=True)
@@ -197,14 +199,16 @@ def memory_rewards(asked: MemoryRequest, result: LogProbResult, settings: Memory
     return tuple(samples)
 
 
-def _history_start(summary: TrajectorySummary, turn: int, settings: MemoryReward) -> int | None:
-    """First turn of the history that the full side of `turn` shows; None: the sample is dropped."""
+def _memory_turns(summary: TrajectorySummary) -> list[int]:
+    return [t for t, num_tokens in enumerate(summary.memory_tokens_S) if num_tokens > 0]
+
+
+def _history_start(summary: TrajectorySummary, turn: int, settings: MemoryReward) -> int:
+    """The first turn from which on the history before `turn` fits into `max_history_tokens`; 0: all of it fits."""
     tokens_S = [o + q for o, q in zip(summary.output_tokens_S, summary.tool_tokens_S, strict=True)]
     limit = settings.max_history_tokens
-    if limit == 0 or sum(tokens_S[:turn]) <= limit:
+    if limit == 0:
         return 0
-    if settings.long_history == "drop":
-        return None
     return next(start for start in range(turn + 1) if sum(tokens_S[start:turn]) <= limit)
 
 

@@ -18,7 +18,8 @@ from mempo_ray.config.schema import Algorithm
 from mempo_ray.rewards.scorers.overlong import overlong_penalty
 from mempo_ray.rewards.scorers.text import last_answer, score_objectives, substring_match
 
-PATH = Path(os.environ.get("MEMPO_GOLDENS", Path(__file__).parents[2] / "../shared/goldens/algorithms.json"))
+SHARED = Path(os.environ.get("MEMPO_SHARED", Path(__file__).parents[2] / "../shared"))
+PATH = Path(os.environ.get("MEMPO_GOLDENS", SHARED / "goldens/algorithms.json"))
 AGGREGATIONS = {
     "token-mean": "token_mean",
     "seq-mean-token-sum": "trajectory_sum",

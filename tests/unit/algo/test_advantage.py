@@ -218,6 +218,7 @@ def test_infrastructure_unscored_and_empty_trajectories_are_excluded_with_a_reas
     assert exclusion_reason(summary(EndReason.ENGINE_FAILED), None) == "engine_failed: why"
     assert exclusion_reason(summary(), Unscored("slow", "timeout")) == "unscored: timeout: slow"
     assert exclusion_reason(summary(output_tokens=(0,)), Scored(1.0)) == "no output tokens"
+    assert exclusion_reason(summary(), Scored(float("nan"))) == "unscored: the scorer answered nan"
 
 
 def test_a_reward_on_a_row_with_an_empty_mask_does_not_touch_its_sibling():

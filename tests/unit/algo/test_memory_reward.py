@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mempo_ray.algo.memory_reward import MemoryRequest, build_request, memory_rewards, plan_probes
+from mempo_ray.algo.memory_reward import MemoryRequest, build_request, dropped_turns, memory_rewards, plan_probes
 from mempo_ray.config.schema import MemoryReward
 from mempo_ray.contracts import EndReason, LogProbResult, PayloadRef, Probe, Task, TrajectorySummary
 from mempo_ray.errors import TrainingError
@@ -135,6 +135,9 @@ def test_a_history_above_the_limit_is_dropped_and_counted():
     asked = ask(summary(), max_history_tokens=11)
     assert sorted(sides(asked)) == [0, 1]
     assert asked.num_dropped == 1
+    only = MemoryReward(max_history_tokens=1, turns="exclude_first")
+    assert build_request(summary(), PAYLOAD, only, policy_version=3, deadline_s=60) is None
+    assert dropped_turns(summary(), only) == (1, 2)  # counted even where nothing is left to ask
 
 
 def test_truncation_cuts_whole_oldest_turns_on_the_full_side_only():
