@@ -1,0 +1,216 @@
+"""AgentLoopWorker: many episodes at once on one small CPU actor (algorithm.md §1; the logic is in `agent/`).
+
+    stage     consumes          produces                     waits for           on failure
+    run       EpisodeRequests   payload, summary, payload…   episodes            sampled again, then yielded broken
+    generate  GenerateRequest   Generation                   a serving engine    asked again elsewhere
+    search    queries           passages                     a retrieval actor   ToolFailed; the episode tries again
+
+The state of an episode is small and lives here, apart from the engines: an engine may die under it, and only the turn
+is asked again (its prompt is filled in anew elsewhere).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
+from time import monotonic
+
+import ray
+from ray.actor import ActorHandle
+
+from mempo_ray.actors.calls import answer
+from mempo_ray.agent.episode import run_episode
+from mempo_ray.agent.group import run_with_resamples
+from mempo_ray.agent.memory import ProbeTexts, joined_probe
+from mempo_ray.agent.prompt import Renderer
+from mempo_ray.agent.tokenizer import FileTokenizer
+from mempo_ray.batching.routing import choose_engine
+from mempo_ray.config.schema import Agent, Rollout
+from mempo_ray.contracts import EpisodeRequest, Passage, Trajectory, TrajectoryBatch, TrajectorySummary
+from mempo_ray.errors import DeadlineExceeded, EngineFailed, ToolFailed
+from mempo_ray.ports import GenerateRequest, Generation
+
+SUSPECT_S = 2.0
+"""How long an engine that failed a turn is passed over, unless the fleet announces its engines before."""
+GRACE_S = 5.0
+"""How much later than an engine's own deadline the caller gives up: the engine's message says more."""
+
+
+class EnginePool:
+    """`ports.Generate` over the engines that serve, as the fleet announced them last.
+
+    A turn goes where `choose_engine` says. If that engine fails it, the engine is suspect for a while and the turn is
+    asked elsewhere; with nowhere to go it waits for an announcement, within the request's deadline.
+    """
+
+    def __init__(self, clock: Callable[[], float] = monotonic, grace_s: float = GRACE_S) -> None:
+        self._clock, self._grace_s = clock, grace_s
+        self._engines: dict[str, ActorHandle] = {}
+        self._suspect_until: dict[str, float] = {}
+        self._tokens_in_flight: Counter[str] = Counter()
+        self._affinity: dict[str, str] = {}
+        self._announced = asyncio.Event()
+        self.num_failures = 0
+
+    def announce(self, engines: Mapping[str, ActorHandle]) -> None:
+        """These engines serve, and no others. Clears all suspicion and affinity (their caches are new)."""
+        self._engines = dict(engines)
+        self._suspect_until.clear()
+        self._affinity.clear()
+        self._announced.set()
+        self._announced = asyncio.Event()
+
+    async def __call__(self, request: GenerateRequest) -> Generation:
+        """One turn.
+
+        Raises:
+            EngineFailed: no engine served it before its deadline; names the last failure.
+            DeadlineExceeded: an engine had it and did not finish in time.
+        """
+        deadline = self._clock() + request.deadline_s
+        failure = "none has been announced"
+        while (name := await self._choose(request.group, deadline)) is not None:
+            try:
+                return await self._ask(name, replace(request, deadline_s=deadline - self._clock()))
+            except EngineFailed as error:
+                failure = str(error)
+                self.num_failures += 1
+                self._suspect_until[name] = self._clock() + SUSPECT_S
+        raise EngineFailed(f"no engine served a turn of {request.group!r} in {request.deadline_s:g} s; last: {failure}")
+
+    async def _choose(self, group: str, deadline: float) -> str | None:
+        """A serving engine, waited for until the deadline; None: it has passed."""
+        while (now := self._clock()) < deadline:
+            loads = {n: self._tokens_in_flight[n] for n in self._engines if self._suspect_until.get(n, 0) <= now}
+            if (name := choose_engine(loads, group, self._affinity)) is not None:
+                self._affinity[group] = name
+                return name
+            wake = min([deadline, *(self._suspect_until[name] for name in self._engines)])
+            try:
+                async with asyncio.timeout(wake - now):
+                    await self._announced.wait()
+            except TimeoutError:
+                continue
+        return None
+
+    async def _ask(self, name: str, request: GenerateRequest) -> Generation:
+        num_tokens = len(request.prompt_ids) + request.max_tokens
+        self._tokens_in_flight[name] += num_tokens
+        call = self._engines[name].generate.remote(request)
+        try:
+            what = f"{name}: turn of {request.group!r}"
+            return await answer(call, what, request.deadline_s + self._grace_s, EngineFailed)
+        except (DeadlineExceeded, asyncio.CancelledError):
+            ray.cancel(call)  # nobody waits any more: the engine aborts it and frees its cache
+            raise
+        finally:
+            self._tokens_in_flight[name] -= num_tokens
+
+
+class RetrievalPool:
+    """`ports.Search` over RetrievalActors in turn, so that a search tried again meets another replica."""
+
+    def __init__(self, actors: Sequence[ActorHandle], deadline_s: float) -> None:
+        self._actors = list(actors)
+        self._deadline_s = deadline_s
+        self._num_calls = 0
+
+    async def __call__(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
+        """Raises ToolFailed or DeadlineExceeded."""
+        if not self._actors:
+            raise ToolFailed("no retrieval actor has been announced")
+        actor = self._actors[self._num_calls % len(self._actors)]
+        self._num_calls += 1
+        return await answer(actor.search.remote(list(queries), top_k), "search", self._deadline_s, ToolFailed)
+
+
+class AgentLoopWorker:
+    """Runs episodes side by side, `agent.episodes_per_worker` at most.
+
+    Args:
+        model_dir: Hugging Face folder; its tokenizer and chat template are read, no weights.
+        probe_texts: a task's probes as texts (`algo` decides them; siblings do not import each other).
+    """
+
+    def __init__(
+        self, index: int, agent: Agent, rollout: Rollout, model_dir: str, probe_texts: ProbeTexts = joined_probe
+    ) -> None:
+        self._index = index
+        self._agent = agent
+        self._rollout = rollout
+        self._probe_texts = probe_texts
+        self._renderer = Renderer.from_folder(model_dir, FileTokenizer.from_folder(model_dir), agent)
+        self._engines = EnginePool()
+        self._retrieval = RetrievalPool((), agent.limits.search_s)
+        self._free = asyncio.Semaphore(agent.episodes_per_worker)
+        self._num_running = 0
+        self._counts: Counter[str] = Counter()
+
+    def __repr__(self) -> str:
+        return f"AgentLoopWorker({self._index})"
+
+    async def set_engines(self, engines: Mapping[str, ActorHandle]) -> None:
+        """The engines that serve now, by name. Call it after every change, and after every weight sync."""
+        self._engines.announce(engines)
+
+    async def set_retrieval(self, actors: Sequence[ActorHandle]) -> None:
+        self._retrieval = RetrievalPool(actors, self._agent.limits.search_s)
+
+    async def run(self, requests: Sequence[EpisodeRequest]) -> AsyncIterator[TrajectoryBatch | TrajectorySummary]:
+        """For each episode, as it ends: its payload (0 rows if it has no turn), then its summary.
+
+        Call it with `num_returns="streaming"`: the caller then owns both objects, and they survive this worker.
+        An unknown failure of one episode is a bug: it ends the stream, and the other episodes with it.
+        """
+        episodes = [asyncio.create_task(self._episode(request)) for request in requests]
+        try:
+            for ended in asyncio.as_completed(episodes):
+                trajectory = await ended
+                yield TrajectoryBatch.from_trajectories([trajectory])
+                yield trajectory.summary()
+        finally:
+            for episode in episodes:
+                episode.cancel()
+            await asyncio.gather(*episodes, return_exceptions=True)
+
+    async def stats(self) -> dict[str, float]:
+        """Counts since the last call, and the present number of episodes."""
+        counts = {name: float(self._counts[name]) for name in ("episodes", "episodes_resampled", "episodes_excluded")}
+        counts |= {
+            "turns_asked_again": float(self._engines.num_failures),
+            "episodes_in_flight": float(self._num_running),
+        }
+        self._counts.clear()
+        self._engines.num_failures = 0
+        return counts
+
+    async def close(self) -> None:
+        """Nothing to close: episodes end with the stream that carries them."""
+
+    async def _episode(self, request: EpisodeRequest) -> Trajectory:
+        async with self._free:
+            self._num_running += 1
+            try:
+                trajectory = await run_with_resamples(request, self._attempt, self._agent.max_resamples)
+            finally:
+                self._num_running -= 1
+        self._counts["episodes"] += 1
+        self._counts["episodes_resampled"] += trajectory.attempt > request.attempt
+        self._counts["episodes_excluded"] += trajectory.end_reason.is_infrastructure
+        return trajectory
+
+    async def _attempt(self, request: EpisodeRequest) -> Trajectory:
+        return await run_episode(
+            request,
+            generate=self._engines,
+            search=self._retrieval,
+            renderer=self._renderer,
+            agent=self._agent,
+            rollout=self._rollout,
+            probe_texts=self._probe_texts,
+        )
+
+
+RemoteAgentLoopWorker = ray.remote(AgentLoopWorker)
