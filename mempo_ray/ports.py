@@ -128,6 +128,10 @@ class LogProbs(Protocol):
 
     async def __call__(self, request: LogProbRequest) -> LogProbResult: ...
 
+    async def begin(self, num_requests: int) -> None:
+        """Deterministic mode: hold the next requests until `num_requests` are here, then serve them by id."""
+        ...
+
 
 class Policy(Protocol):
     """The FSDP gang behind its one command queue."""

@@ -16,8 +16,8 @@ from rich.table import Table
 SHOWN = {
     "reward/outcome_mean": ("reward", "{:.3f}"),
     "eval/em": ("EM", "{:.3f}"),
-    "memory/p_mem_mean": ("P_mem", "{:.3f}"),
-    "memory/p_full_mean": ("P_full", "{:.3f}"),
+    "memory/p_mem": ("P_mem", "{:.3f}"),
+    "memory/p_base": ("P_full", "{:.3f}"),
     "rollout/format_valid_share": ("format", "{:.2f}"),
     "rollout/output_tokens_per_s": ("tok/s", "{:,.0f}"),
     "train/grad_norm": ("|grad|", "{:.2f}"),

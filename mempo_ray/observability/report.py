@@ -9,7 +9,7 @@ from rich.table import Table
 
 CURVES = (
     ("reward and EM", {"reward/outcome_mean": "outcome reward", "eval/em": "EM (held out)"}),
-    ("memory", {"memory/p_mem_mean": "P_mem", "memory/p_full_mean": "P_full", "memory/gap_mean": "gap"}),
+    ("memory", {"memory/p_mem": "P_mem", "memory/p_base": "P_full", "memory/reward": "memory reward"}),
     ("tokens", {"rollout/output_tokens_mean": "output tokens per trajectory"}),
 )
 

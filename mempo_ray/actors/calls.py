@@ -1,0 +1,44 @@
+"""Awaiting another actor: always with a deadline, always with a typed failure."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+
+from mempo_ray.errors import DeadlineExceeded, InfrastructureError, MempoError, PayloadLost, WorkerFailed
+
+T = TypeVar("T")
+
+
+async def answer(
+    ref: Awaitable[T], what: str, deadline_s: float, on_death: type[InfrastructureError] = WorkerFailed
+) -> T:
+    """The value of a Ray reference.
+
+    Raises:
+        DeadlineExceeded: no answer within `deadline_s` seconds.
+        on_death: the actor died, or is unavailable (its call may or may not have run).
+        PayloadLost: an argument left the object store.
+        MempoError: whatever typed error the actor raised, without Ray's wrapping.
+    """
+    try:
+        return await asyncio.wait_for(_value(ref), deadline_s)
+    except TimeoutError:
+        raise DeadlineExceeded(f"{what}: no answer within {deadline_s:g} s") from None
+    except RayActorError as error:
+        raise on_death(f"{what}: {str(error).splitlines()[0]}") from error
+    except ObjectLostError as error:
+        raise PayloadLost(f"{what}: {str(error).splitlines()[0]}") from error
+    except RayTaskError as error:
+        if isinstance(error.cause, ObjectLostError):
+            raise PayloadLost(f"{what}: {error.cause}") from error
+        if isinstance(error.cause, MempoError):
+            raise error.cause from None
+        raise
+
+
+async def _value(ref: Awaitable[T]) -> T:
+    return await ref

@@ -1,0 +1,523 @@
+"""All long-lived actors of a run, and the ports that the driver sees instead of them.
+
+    stage        consumes                    produces                    waits for         on failure
+    open_fleet   config, plan                actors, started             ranks, index      typed error, all closed
+    Rollouts     EpisodeRequest              Finished, as they end       agent workers     worker: its episodes again
+                                                                                           engine: a new one, proven
+    Rewards      PayloadRef                  Scored | Unscored           reward workers    Unscored(infrastructure)
+    Policy       TrainPlan, LogProbRequest   StepReport, LogProbResult   batch executor    WorkerFailed
+
+Only this file holds handles and awaits Ray's references; the driver's loop sees neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from mempo_ray.actors.agent_loop import RemoteAgentLoopWorker
+from mempo_ray.actors.batch_executor import BatchExecutorActor, GangRunner
+from mempo_ray.actors.calls import answer
+from mempo_ray.actors.policy import PolicyActor
+from mempo_ray.actors.retrieval import RemoteRetrievalActor, prepare_index
+from mempo_ray.actors.reward import RewardManagerActor
+from mempo_ray.actors.rollout import RemoteRolloutActor, max_concurrency
+from mempo_ray.actors.weight_sync import sync_engines
+from mempo_ray.agent.tokenizer import FileTokenizer
+from mempo_ray.algo.memory_reward import plan_probes
+from mempo_ray.config.schema import Config, MemoryReward
+from mempo_ray.contracts import (
+    EpisodeRequest,
+    Finished,
+    LogProbRequest,
+    LogProbResult,
+    Passage,
+    PayloadRef,
+    Score,
+    SftBatch,
+    StepReport,
+    Task,
+    TrainPlan,
+    TrajectoryBatch,
+    TrajectorySummary,
+    Unscored,
+    WeightManifest,
+)
+from mempo_ray.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    InfrastructureError,
+    PayloadLost,
+    ToolFailed,
+    WorkerFailed,
+)
+from mempo_ray.observability.run_folder import RunFolder
+from mempo_ray.placement.plan import Plan
+from mempo_ray.placement.reserve import Reservation, reserve
+from mempo_ray.ports import EngineStatus, SyncReport
+from mempo_ray.training.settings import RankSettings
+
+CLOSE_S = 20.0  # for one actor to close by itself before it is killed
+READ_S = 60.0  # for a payload to be read from the object store
+
+
+class Payloads:
+    """Reads payloads in the driver's process, for those few who must open them: the log and the evaluation."""
+
+    async def read(self, ref: PayloadRef) -> TrajectoryBatch:
+        return await answer(ref.handle, f"payload {ref.key}", READ_S, PayloadLost)
+
+
+class RayPolicy:
+    """`Policy` and `LogProbs` over the batch executor, the gang's only caller."""
+
+    def __init__(self, executor: ActorHandle, config: Config, weights_dir: Path):
+        self._executor = executor
+        self._command_s = config.batch_executor.command_timeout_s
+        self._grace_s = 10.0  # the executor's own deadline fires first and says more
+        self._weights_dir = weights_dir
+        self._published = itertools.count()
+
+    async def __call__(self, request: LogProbRequest) -> LogProbResult:
+        call = self._executor.logprobs.remote(request)
+        return await answer(call, f"log-probs {request.id}", request.deadline_s + self._grace_s)
+
+    async def train(self, plan: TrainPlan) -> StepReport:
+        return await self._command("train", plan)
+
+    async def fit(self, batch: SftBatch, lr: float, num_target_tokens: int) -> Mapping[str, float]:
+        """One supervised optimiser step; `num_target_tokens` is the loss's denominator."""
+        return await self._command("fit", PayloadRef("sft", ray.put(batch)), lr, num_target_tokens)
+
+    async def freeze_reference(self) -> None:
+        """Keep the present weights as π_ref and start RL with a fresh optimiser."""
+        await self._command("freeze_reference")
+
+    async def publish(self) -> WeightManifest:
+        """Export this version once into a folder of its own; older snapshots of this run are removed."""
+        manifest = await self._command("publish", str(self._weights_dir / f"{next(self._published):06d}"))
+        for old in self._weights_dir.iterdir():
+            if old != Path(manifest.uri):
+                shutil.rmtree(old, ignore_errors=True)
+        return manifest
+
+    async def save(self, uri: str, extra: Mapping[str, object]) -> None:
+        await self._command("save", uri, extra)
+
+    async def load(self, uri: str) -> Mapping[str, object]:
+        return await self._command("load", uri)
+
+    async def begin(self, num_requests: int) -> None:
+        """Deterministic mode: serve the next requests only when this many have come, in the order of their ids."""
+        await self._command("begin", num_requests)
+
+    async def stats(self) -> Mapping[str, float]:
+        return await self._command("stats")
+
+    async def _command(self, name: str, *arguments: object) -> object:
+        call = getattr(self._executor, name).remote(*arguments)
+        return await answer(call, f"batch executor: {name}", self._command_s + self._grace_s)
+
+
+class RayRewards:
+    """`Rewards` over the pool, round robin. A worker that dies is asked again elsewhere once."""
+
+    def __init__(self, workers: Sequence[ActorHandle], timeout_s: float):
+        self._workers = itertools.cycle(workers)
+        self._deadline_s = timeout_s + CLOSE_S
+
+    async def score(self, payload: PayloadRef) -> Score:
+        failure = ""
+        for _ in range(2):
+            try:
+                call = next(self._workers).score.remote(payload.handle)
+                return await answer(call, f"reward of {payload.key}", self._deadline_s)
+            except (WorkerFailed, DeadlineExceeded) as error:
+                failure = str(error)
+        return Unscored(failure, kind="infrastructure")
+
+
+class RaySearch:
+    """`Search` over the retrieval pool, for the driver's oracle."""
+
+    def __init__(self, actors: Sequence[ActorHandle], deadline_s: float):
+        self._actors = itertools.cycle(actors)
+        self._deadline_s = deadline_s
+
+    async def __call__(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
+        return await answer(
+            next(self._actors).search.remote(list(queries), top_k), "search", self._deadline_s, ToolFailed
+        )
+
+
+@dataclass
+class Member:
+    """One engine of the pool. `handle` changes at a restart; `name` does not."""
+
+    name: str
+    handle: ActorHandle
+    state: str = "starting"  # see ports.EngineStatus
+    weight_version: int = -1
+    num_restarts: int = 0
+
+
+@dataclass
+class RolloutCounters:
+    """What was tolerated since the last step; each has a ceiling in the configuration."""
+
+    engine_restarts: int = 0
+    recovery_s: float = 0.0
+    worker_restarts: int = 0
+
+    def take(self) -> dict[str, float]:
+        values = {
+            "rollout/engine_restarts": float(self.engine_restarts),
+            "rollout/recovery_s": self.recovery_s,
+            "rollout/worker_restarts": float(self.worker_restarts),
+        }
+        self.engine_restarts, self.recovery_s, self.worker_restarts = 0, 0.0, 0
+        return values
+
+
+class RayRollouts:
+    """`Rollouts`: episodes over agent workers, engines as members of a pool.
+
+    Membership: starting → stale → serving → draining | dead. A member serves only after it has proven the current
+    manifest. `_watch` sees a death at once (its watched call fails), starts a new actor in the same place, lets it pull
+    the published snapshot, and hands the new handles to every agent worker; those ask unfinished turns again elsewhere.
+    """
+
+    def __init__(self, config: Config, make_engine: Callable[[int], ActorHandle], workers: Sequence[ActorHandle]):
+        self._config = config
+        self._make_engine = make_engine
+        self._workers = list(workers)
+        self._members: dict[str, Member] = {}
+        self._joins: list[asyncio.Task] = []
+        self._watchers: set[asyncio.Task] = set()
+        self._manifest: WeightManifest | None = None
+        self._sync_lock = asyncio.Lock()  # a joining engine must not miss a version that is being pushed
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.counters = RolloutCounters()
+
+    # -- membership -------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to start `rollout.replicas` engines side by side; the first `sync` waits for them.
+
+        So an engine's start (20 s on CPU) lies beside the cold start, not before it.
+        """
+        for index in range(self._config.rollout.replicas):
+            member = Member(f"rollout-{index}", self._make_engine(index))
+            self._members[member.name] = member
+            self._joins.append(asyncio.create_task(self._join(member), name=f"join-{member.name}"))
+
+    def engines(self) -> list[EngineStatus]:
+        return [
+            EngineStatus(m.name, m.state, m.weight_version, num_restarts=m.num_restarts) for m in self._members.values()
+        ]
+
+    async def drain(self, engine: str) -> None:
+        """No new turns for this engine; those in flight end."""
+        member = self._members[engine]
+        member.state = "draining"
+        await self._announce()
+        await answer(
+            member.handle.drain.remote(), f"{engine}: drain", self._config.rollout.request_timeout_s, EngineFailed
+        )
+
+    async def _join(self, member: Member) -> None:
+        start = member.handle.start.remote(None)
+        await answer(start, f"{member.name}: start", self._config.rollout.startup_timeout_s, EngineFailed)
+        async with self._sync_lock:
+            member.state = "stale"
+            if self._manifest is not None:
+                await self._update(member, self._manifest)
+                member.state = "serving"
+        await self._announce()
+        watcher = asyncio.create_task(self._watch(member), name=f"watch-{member.name}")
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watcher_ended)
+
+    async def _update(self, member: Member, manifest: WeightManifest) -> float:
+        call = member.handle.update.remote(manifest)
+        gap = await answer(call, f"{member.name}: weights", self._config.weight_sync.timeout_s, EngineFailed)
+        member.weight_version = manifest.version
+        return gap
+
+    async def _watch(self, member: Member) -> None:
+        with contextlib.suppress(RayError):  # the death that this call waits for
+            await member.handle.watch.remote()
+        if member.state == "draining":
+            member.state = "dead"
+            return
+        await self._restart(member)
+
+    async def _restart(self, member: Member) -> None:
+        began = time.monotonic()
+        member.state, member.num_restarts = "dead", member.num_restarts + 1
+        self.counters.engine_restarts += 1
+        await self._announce()
+        if sum(m.num_restarts for m in self._members.values()) > self._config.rollout.max_restarts:
+            raise EngineFailed(
+                f"{member.name}: engines were restarted more than rollout.max_restarts="
+                f"{self._config.rollout.max_restarts} times; see the engine logs in the run folder"
+            )
+        ray.kill(member.handle)
+        member.handle = self._make_engine(int(member.name.rpartition("-")[2]))
+        await self._join(member)
+        self.counters.recovery_s += time.monotonic() - began
+
+    def _watcher_ended(self, watcher: asyncio.Task) -> None:
+        self._watchers.discard(watcher)
+        if not watcher.cancelled() and (error := watcher.exception()) and not self._failure.done():
+            self._failure.set_exception(error)
+
+    async def _announce(self) -> None:
+        """Tell every agent worker which engines serve."""
+        serving = {m.name: m.handle for m in self._members.values() if m.state == "serving"}
+        calls = [worker.set_engines.remote(serving) for worker in self._workers]
+        await asyncio.gather(*(answer(call, "agent worker: engines", CLOSE_S) for call in calls))
+
+    # -- work -------------------------------------------------------------------------------------------
+
+    async def sync(self, manifest: WeightManifest) -> SyncReport:
+        """All serving engines hold and have proven `manifest.version`, or the dead ones are being replaced."""
+        await asyncio.gather(*self._joins)
+        self._joins.clear()
+        async with self._sync_lock:
+            self._manifest = manifest
+            members = {m.name: m for m in self._members.values() if m.state in ("stale", "serving")}
+            updates = {name: functools.partial(self._update, member) for name, member in members.items()}
+            outcome = await sync_engines(manifest, updates, self._config.weight_sync.timeout_s)
+            for name, member in members.items():
+                member.state = "dead" if name in outcome.failed else "serving"
+        await self._announce()
+        for name in outcome.failed:
+            ray.kill(members[name].handle)  # its watcher makes a new one, which pulls this manifest
+        return outcome.report
+
+    async def run(self, requests: Sequence[EpisodeRequest]) -> AsyncIterator[Finished]:
+        """Finished trajectories in order of completion. Siblings of a task go to one worker."""
+        ended: asyncio.Queue[Finished] = asyncio.Queue()
+        shares: list[list[EpisodeRequest]] = [[] for _ in self._workers]
+        tasks = {request.task.task_id: index for index, request in enumerate(requests)}
+        order = {task_id: rank for rank, task_id in enumerate(tasks)}
+        for request in requests:
+            shares[order[request.task.task_id] % len(shares)].append(request)
+        pumps = [asyncio.create_task(self._pump(index, share, ended)) for index, share in enumerate(shares) if share]
+        try:
+            for _ in range(len(requests)):
+                yield await self._next(ended, pumps)
+        finally:
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+
+    async def _next(self, ended: asyncio.Queue[Finished], pumps: Sequence[asyncio.Task]) -> Finished:
+        getter = asyncio.ensure_future(ended.get())
+        alive = [pump for pump in pumps if not pump.done()]
+        while True:
+            await asyncio.wait({getter, self._failure, *alive}, return_when=asyncio.FIRST_COMPLETED)
+            if getter.done():
+                return getter.result()
+            for waited in (self._failure, *pumps):
+                if waited.done() and waited.exception() is not None:
+                    getter.cancel()
+                    waited.result()
+            alive = [pump for pump in alive if not pump.done()]
+
+    async def _pump(self, index: int, share: list[EpisodeRequest], ended: asyncio.Queue[Finished]) -> None:
+        """Stream one worker's trajectories; after its death, run what had not ended again on its next life."""
+        waiting = {(r.task.task_id, r.sibling): r for r in share}
+        for _ in range(1 + self._config.agent.max_resamples):
+            try:
+                async for finished in self._stream(index, list(waiting.values())):
+                    waiting.pop((finished.summary.task_id, finished.summary.sibling))
+                    ended.put_nowait(finished)
+            except WorkerFailed:
+                self.counters.worker_restarts += 1
+                await self._announce()
+            if not waiting:
+                return
+        raise WorkerFailed(f"agent worker {index} died again and again; {len(waiting)} episodes never ended")
+
+    async def _stream(self, index: int, share: list[EpisodeRequest]) -> AsyncIterator[Finished]:
+        """The worker yields payload, summary, payload, summary, …; both objects are owned by this process."""
+        deadline_s = self._config.run.step_timeout_s
+        stream = aiter(self._workers[index].run.options(num_returns="streaming").remote(share))
+        for _ in range(len(share)):
+            payload = await answer(anext(stream), "agent worker: next trajectory", deadline_s)
+            summary: TrajectorySummary = await answer(
+                await answer(anext(stream), "agent worker: summary", deadline_s), "agent worker: summary", deadline_s
+            )
+            key = f"{summary.task_id}/{summary.sibling}"
+            yield Finished(summary, PayloadRef(key, payload) if summary.num_turns else None)
+
+    async def stats(self) -> dict[str, float]:
+        """Sums of the agent workers' counters and this pool's own, since the last call."""
+        calls = [worker.stats.remote() for worker in self._workers]
+        shares = await asyncio.gather(*(answer(call, "agent worker: stats", CLOSE_S) for call in calls))
+        sums = {key: float(sum(share[key] for share in shares)) for key in shares[0]}
+        return {**{f"rollout/{key}": value for key, value in sums.items()}, **self.counters.take()}
+
+    async def close(self) -> None:
+        background = [*self._watchers, *self._joins]
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
+        await asyncio.gather(*(close_actor(m.handle) for m in self._members.values()))
+
+
+async def close_actor(handle: ActorHandle) -> None:
+    """Let an actor close by itself, then make sure that it is gone."""
+    with contextlib.suppress(InfrastructureError):  # it is dead or stuck: the kill below is what counts
+        await answer(handle.close.remote(), "close", CLOSE_S)
+    ray.kill(handle)
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The ports of a run. `policy` is None where nothing is trained (`mempo-ray eval`, `ask`)."""
+
+    rollouts: RayRollouts
+    rewards: RayRewards
+    search: RaySearch
+    payloads: Payloads
+    policy: RayPolicy | None
+
+
+@asynccontextmanager
+async def open_fleet(
+    config: Config,
+    plan: Plan,
+    model_dir: Path,
+    folder: RunFolder,
+    passages: Iterable[Passage],
+    *,
+    with_policy: bool = True,
+) -> AsyncIterator[Fleet]:
+    """Reserve, start and finally close all actors. Engines start in the background (see `RayRollouts.start`).
+
+    Args:
+        passages: of the synthetic corpus; read only where `retrieval.corpus` is synthetic and no index is given.
+
+    Raises:
+        PlacementError: the cluster did not hold the plan in time.
+        InfrastructureError: an actor did not start in time.
+    """
+    tokenizer = FileTokenizer.from_folder(model_dir)
+    async with AsyncExitStack() as stack:
+        reservation = await asyncio.to_thread(reserve, plan, config.placement.timeout_s)
+        stack.callback(reservation.release)
+        actors = _Actors(config, reservation, model_dir, folder, tokenizer.end_of_turn_id)
+
+        async def closing(handle: ActorHandle) -> ActorHandle:
+            stack.push_async_callback(close_actor, handle)
+            return handle
+
+        workers = [await closing(actors.agent_loop(i)) for i in range(config.agent.workers)]
+        rollouts = RayRollouts(config, actors.engine, workers)
+        stack.push_async_callback(rollouts.close)
+        rollouts.start()
+        index = await asyncio.to_thread(prepare_index, config.retrieval, passages, folder.root / "index")
+        retrieval = [await closing(actors.retrieval(i, index)) for i in range(config.retrieval.replicas)]
+        rewards = [await closing(actors.reward(i)) for i in range(config.reward.workers)]
+        startup_s = config.policy.startup_timeout_s
+        for name, handles in (("retrieval", retrieval), ("reward", rewards)):
+            await asyncio.gather(*(answer(h.ping.remote(), f"{name}: start", startup_s) for h in handles))
+        calls = [worker.set_retrieval.remote(retrieval) for worker in workers]
+        await asyncio.gather(*(answer(call, "agent worker: start", startup_s) for call in calls))
+        policy = None
+        if with_policy:
+            weights_dir = _weights_dir(folder)
+            stack.callback(shutil.rmtree, weights_dir, ignore_errors=True)
+            executor = await _start_gang(config, actors, stack, startup_s)
+            policy = RayPolicy(executor, config, weights_dir)
+        search = RaySearch(retrieval, config.agent.limits.search_s)
+        yield Fleet(rollouts, RayRewards(rewards, config.reward.timeout_s), search, Payloads(), policy)
+
+
+async def _start_gang(config: Config, actors: _Actors, stack: AsyncExitStack, startup_s: float) -> ActorHandle:
+    """The FSDP ranks, joined, behind their executor."""
+    ranks = [actors.policy(i) for i in range(config.policy.ranks)]
+    for rank in ranks:
+        stack.callback(ray.kill, rank)
+    master = await answer(ranks[0].rendezvous.remote(), "policy: rendezvous", startup_s)
+    calls = [rank.start.remote(i, len(ranks), master) for i, rank in enumerate(ranks)]
+    await asyncio.gather(*(answer(call, f"policy rank {i}: start", startup_s) for i, call in enumerate(calls)))
+    executor = actors.executor(ranks)
+    stack.push_async_callback(close_actor, executor)
+    return executor
+
+
+def _weights_dir(folder: RunFolder) -> Path:
+    """Published snapshots: in memory where there is one node, in the (shared) run folder where there are more."""
+    one_node = sum(node["Alive"] for node in ray.nodes()) == 1
+    root = Path("/dev/shm") / f"mempo-{folder.root.name}" if one_node else folder.root / "weights"
+    root.mkdir(parents=True, exist_ok=True)
+    return root
+
+
+@dataclass(frozen=True)
+class _Actors:
+    """Makes the actors of each box, with the plan's resources and names that are unique to the run."""
+
+    config: Config
+    reservation: Reservation
+    model_dir: Path
+    folder: RunFolder
+    end_of_turn_id: int
+
+    def _options(self, role: str, index: int) -> dict[str, object]:
+        name = f"{self.folder.root.name}/{role}-{index}"
+        return {**self.reservation.options(role, index), "name": None if role == "rollout" else name}
+
+    def engine(self, index: int) -> ActorHandle:
+        concurrency = max_concurrency(self.config.rollout)
+        return RemoteRolloutActor.options(**self._options("rollout", index), max_concurrency=concurrency).remote(
+            f"rollout-{index}",
+            str(self.model_dir),
+            self.config.rollout,
+            self.config.weight_sync,
+            self.end_of_turn_id,
+            str(self.folder.logs.resolve()),
+        )
+
+    def agent_loop(self, index: int) -> ActorHandle:
+        options = self._options("agent_loop", index)
+        probe_texts = functools.partial(_probe_texts, settings=self.config.memory_reward)
+        return RemoteAgentLoopWorker.options(**options, max_restarts=-1, max_concurrency=16).remote(
+            index, self.config.agent, self.config.rollout, str(self.model_dir), probe_texts
+        )
+
+    def reward(self, index: int) -> ActorHandle:
+        options = self._options("reward", index)
+        return RewardManagerActor.options(**options, max_restarts=-1).remote(self.config.reward, self.config.plugins)
+
+    def retrieval(self, index: int, folder: Path) -> ActorHandle:
+        options = self._options("retrieval", index)
+        return RemoteRetrievalActor.options(**options, max_restarts=-1).remote(self.config.retrieval, str(folder))
+
+    def policy(self, index: int) -> ActorHandle:
+        return PolicyActor.options(**self._options("policy", index)).remote(RankSettings.from_config(self.config))
+
+    def executor(self, ranks: Sequence[ActorHandle]) -> ActorHandle:
+        gang = GangRunner(ranks, self.config.batch_executor.command_timeout_s)
+        return BatchExecutorActor.options(**self._options("batch_executor", 0)).remote(self.config.batch_executor, gang)
+
+
+def _probe_texts(task: Task, settings: MemoryReward) -> list[tuple[str, int]]:
+    """`algo` decides which golds are probed, `agent` encodes them; siblings do not import each other."""
+    return [(probe.text, probe.objective) for probe in plan_probes(task, settings)]

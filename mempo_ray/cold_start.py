@@ -1,0 +1,132 @@
+"""The cold start (M12): oracle trajectories, searched in the real index, taught by supervised fine-tuning.
+
+    Task ──oracle──▶ OracleTrajectory ──Renderer──▶ SftBatch ──RayPolicy.fit, a step at a time──▶ metrics
+
+Rows are the prompts that a rollout would see, made by the same renderer. `cold_start.probe_share` adds rows in the
+two scoring forms of algorithm.md §3, so that P(answer | context) means something from the first RL step on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from mempo_ray.agent.prompt import PastTurn, Renderer, SftRow
+from mempo_ray.config.schema import Config
+from mempo_ray.contracts import Ragged, SftBatch, Task
+from mempo_ray.data.oracle import OracleTrajectory, OracleTurn, oracle_trajectories
+from mempo_ray.errors import DataError
+from mempo_ray.ports import Search
+from mempo_ray.training.sft import num_sft_steps, num_target_tokens, sft_batches, sft_lr
+
+
+class Fit(Protocol):
+    """One supervised optimiser step (RayPolicy.fit)."""
+
+    async def __call__(self, batch: SftBatch, lr: float, num_target_tokens: int) -> Mapping[str, float]: ...
+
+
+@dataclass(frozen=True)
+class ColdStartReport:
+    """What was kept and how it went. `loss` is the mean over the last tenth of the steps, per target token."""
+
+    num_tasks: int
+    num_kept: int
+    num_rows: int
+    num_steps: int
+    loss: float
+
+
+async def run_cold_start(
+    tasks: Sequence[Task],
+    config: Config,
+    renderer: Renderer,
+    search: Search,
+    fit: Fit,
+    on_stage: Callable[[str, int], None],
+    on_step: Callable[[], None],
+) -> ColdStartReport:
+    """Write, filter and render the oracle trajectories, then train on them.
+
+    Raises:
+        DataError: no trajectory was kept; says what the tasks must hold.
+    """
+    settings = config.cold_start
+    trajectories = await oracle_trajectories(tasks, search, config.agent.top_k)
+    if not trajectories:
+        raise DataError(
+            "cold_start: the oracle kept no trajectory: data.train holds no hops (2Wiki `evidences`, MuSiQue "
+            "`decomposition`, synthetic worlds), or the index does not hold their passages; check retrieval.corpus, or "
+            "remove the cold_start section and start from a policy that knows the format"
+        )
+    rows = sft_rows(trajectories, renderer, config)
+    arguments = (settings.batch_tokens, settings.epochs, config.run.seed)
+    total = num_sft_steps(rows, *arguments)
+    on_stage("cold start", total)
+    losses = []
+    for step, batch in enumerate(sft_batches(rows, *arguments)):
+        lr = sft_lr(step, total, settings.lr, settings.warmup_share)
+        losses.append((await fit(batch, lr, num_target_tokens(batch)))["sft/loss"])
+        on_step()
+    last = losses[-max(1, total // 10) :]
+    return ColdStartReport(len(tasks), len(trajectories), len(rows), total, float(np.mean(last)))
+
+
+def sft_rows(trajectories: Sequence[OracleTrajectory], renderer: Renderer, config: Config) -> SftBatch:
+    """All turns of all trajectories, and the seeded share of scoring-form rows."""
+    rng = random.Random(config.run.seed)
+    rows: list[SftRow] = []
+    for trajectory in trajectories:
+        written = written_turns(trajectory, renderer, config)
+        initial = renderer.initial_ids(trajectory.task.question)
+        turn_rows = renderer.sft_rows(initial, written, config.agent)
+        rows += turn_rows
+        probes = probe_rows(initial, written, trajectory.task.gold_text, renderer)
+        num_probes = config.cold_start.probe_share * len(turn_rows)
+        rows += rng.sample(probes, min(len(probes), int(num_probes) + (rng.random() < num_probes % 1)))
+    return SftBatch(
+        ragged={
+            "prompt_ids": Ragged.from_rows([row.prompt_ids for row in rows], np.int32),
+            "output_ids": Ragged.from_rows([row.output_ids for row in rows], np.int32),
+        }
+    )
+
+
+def turn_text(turn: OracleTurn) -> str:
+    """One turn in the format of algorithm.md §1."""
+    action = f"<answer>{turn.answer}</answer>" if turn.query is None else f"<search>{turn.query}</search>"
+    return f"<mem>{turn.memory}</mem><think>{turn.thought}</think>{action}"
+
+
+def written_turns(trajectory: OracleTrajectory, renderer: Renderer, config: Config) -> list[tuple[str, np.ndarray]]:
+    """(output text, ids of its tool response; empty after the answer) of each turn."""
+    empty = np.empty(0, np.int32)
+    limit = config.agent.limits.tool_tokens
+    return [
+        (turn_text(turn), renderer.tool_ids(turn.passages, limit).ids if turn.query is not None else empty)
+        for turn in trajectory.turns
+    ]
+
+
+def history_ids(initial: np.ndarray, past: Sequence[PastTurn]) -> np.ndarray:
+    """int32: the full context of §3: the first prompt and every output and tool response so far."""
+    return np.concatenate([initial, *(part for turn in past for part in (turn.output_ids, turn.tool_ids))])
+
+
+def probe_rows(
+    initial: np.ndarray, written: Sequence[tuple[str, np.ndarray]], gold: str, renderer: Renderer
+) -> list[SftRow]:
+    """The last turn in both scoring forms of §3: memory context → answer, full history → answer."""
+    past = []
+    for text, tool_ids in written:
+        output_ids = renderer.output_ids(text)
+        past.append(PastTurn(output_ids, tool_ids, renderer.memory_ids(output_ids)))
+    answer = renderer.output_ids(f"<answer>{gold}</answer>")
+    return [
+        SftRow(np.concatenate([initial, past[-1].memory_ids]), answer),
+        SftRow(history_ids(initial, past[:-1]), answer),
+    ]

@@ -1,0 +1,97 @@
+"""The training loop.
+
+    tasks ─▶ AgentLoopWorkers ◀─▶ RolloutActors (vLLM)      RetrievalActors
+                │ finished trajectories, by reference
+                ├─▶ RewardManagerWorkers ─▶ Scored | Unscored
+                └─▶ BatchExecutor ─▶ PolicyWorkers (FSDP): P_mem, P_full
+    advantages ─▶ TrainPlan ─▶ BatchExecutor ─▶ PolicyWorkers: update ─▶ weight sync ─▶ RolloutActors
+
+    python -m mempo_ray.driver [--config FILE] [--dry-run] [key=value ...]
+
+Without arguments it is the quickstart.
+Exit codes: 0 done · 2 the user's to fix · 3 infrastructure · 4 training · 130 stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mempo_ray.config.load import fail, load_file, parse_command_line
+from mempo_ray.config.schema import Config
+from mempo_ray.errors import MempoError
+from mempo_ray.preflight import preflight
+
+if TYPE_CHECKING:
+    from mempo_ray.session import Session
+
+STOPPED = 130
+
+
+async def train(session: Session, checkpoint: Path | None) -> dict[str, object] | None:
+    """Synchronous MemPO: every token of a step is sampled, scored and trained at one weight version.
+
+    Returns the summary, or None where a signal asked to stop (a checkpoint is written first).
+    """
+    run, config = session.config.run, session.config
+    await session.start(checkpoint)
+    for step in range(session.progress.step + 1, run.steps + 1):
+        with session.timer.stage("step"):
+            assembled, collected = await session.sample_and_score(step)
+            values = await session.train(assembled, collected)
+            values |= await session.sync()
+        values |= await session.step_metrics(assembled, collected)
+        if due(step, config.eval.every, last=0):
+            values |= (await session.evaluate(f"step_{step:04d}"))[1]
+        stopping = session.stop.is_set()
+        if stopping or due(step, run.checkpoint_every, last=run.steps):
+            await session.save(step, values)
+        session.log_metrics(step, values)
+        if stopping:
+            return None
+    return await session.finish()
+
+
+def due(step: int, every: int, last: int) -> bool:
+    """Whether something that happens every `every` steps (0: never) happens after `step`, or it is the last one.
+
+    Example:
+        >>> [step for step in range(1, 8) if due(step, every=3, last=7)]
+        [3, 6, 7]
+    """
+    return step == last or (every > 0 and step % every == 0)
+
+
+async def run(config: Config) -> int:
+    """Open everything, train, close everything in order. Returns the exit code."""
+    from mempo_ray.session import open_session  # imports ray, which a user's mistake should not wait for
+
+    async with open_session(config) as (session, checkpoint):
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, session.stop.set)
+        summary = await train(session, checkpoint)
+        session.report(summary)
+    return 0 if summary is not None else STOPPED
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, check from cheap to dear, then run. A user's mistake is one message, never a traceback."""
+    try:
+        line = parse_command_line(sys.argv[1:] if argv is None else argv)
+        config = load_file(line.file, line.overrides)
+        checked = preflight(config, dry_run=line.dry_run)
+        if line.dry_run:
+            print(checked.describe())
+            return checked.exit_code
+        return asyncio.run(run(config))
+    except MempoError as error:
+        return fail(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,329 @@
+"""From episode requests to a TrainPlan: what happens to a trajectory between its last token and the update.
+
+    stage     consumes               produces            unblocked by             on failure
+    collect   EpisodeRequest         Sample              its episode's end        infrastructure: excluded, counted
+      score   PayloadRef             Scored | Unscored   at once                  Unscored: excluded, counted
+      memory  LogProbRequest         MemorySample        at once; the last end    the step fails, typed
+                                                         where not streaming
+    assemble  Sample of a step       TrainPlan, metrics  the last sample          too many excluded: the run ends
+
+Only summaries and numbers pass through here; payloads stay in the object store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mempo_ray.algo.advantage import (
+    GroupAdvantages,
+    ScoredTrajectory,
+    exclusion_reason,
+    filter_groups,
+    group_advantages,
+    memory_metrics,
+    mini_batches,
+)
+from mempo_ray.algo.kl_reward import kl_request, next_kl_coef, trajectory_kl
+from mempo_ray.algo.memory_reward import MemoryRequest, MemorySample, build_request, memory_rewards
+from mempo_ray.config.schema import Config
+from mempo_ray.contracts import (
+    EpisodeRequest,
+    Finished,
+    LogProbRequest,
+    LogProbResult,
+    Score,
+    Scored,
+    TrainItem,
+    TrainPlan,
+)
+from mempo_ray.errors import MempoError, Overloaded, TrainingError
+from mempo_ray.ports import LogProbs, Rewards, Rollouts
+
+RETRY_S = 0.5  # wait before a refused (Overloaded) request is offered again
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One finished trajectory with all that was said about it. `score` None: not asked, the episode broke."""
+
+    finished: Finished
+    score: Score | None = None
+    memory: tuple[MemorySample, ...] = ()
+    num_dropped: int = 0  # memory samples given up: history too long
+    kl: float = 0.0  # Σ_k log π_old − log π_ref, only under kl_in_reward
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.finished.summary.task_id, self.finished.summary.sibling
+
+    @property
+    def excluded_because(self) -> str | None:
+        return exclusion_reason(self.finished.summary, self.score)
+
+
+@dataclass(frozen=True)
+class Collected:
+    """All trajectories of a step, in (task, sibling) order of the requests, and the clock of the critical path."""
+
+    samples: tuple[Sample, ...]
+    generation_s: float  # until the last episode ended
+    exposed_s: float  # from there to the last score: what scoring adds to the step
+
+
+async def collect(
+    requests: Sequence[EpisodeRequest],
+    rollouts: Rollouts,
+    rewards: Rewards,
+    logprobs: LogProbs | None,
+    config: Config,
+    version: int,
+    on_finished: Callable[[], None] = lambda: None,
+) -> Collected:
+    """Run the episodes and judge each as it ends. `logprobs` None: outcome only (evaluation).
+
+    Raises:
+        InfrastructureError: an engine pool, worker or scorer failed beyond what is tolerated.
+    """
+    began = time.monotonic()
+    judge = _Judge(rewards, logprobs, config, version)
+    if config.memory_reward.streaming and not config.run.deterministic:
+        judge.may_ask.set()
+    judging: list[asyncio.Task[Sample]] = []
+    try:
+        async for finished in rollouts.run(requests):
+            judging.append(asyncio.create_task(judge(finished, judge.questions(finished))))
+            on_finished()
+        generated = time.monotonic()
+        if config.run.deterministic and logprobs is not None and judge.num_asked:
+            await logprobs.begin(judge.num_asked)
+        judge.may_ask.set()
+        samples = await asyncio.gather(*judging)
+    finally:
+        for task in judging:
+            task.cancel()
+    order = {(r.task.task_id, r.sibling): i for i, r in enumerate(requests)}
+    return Collected(
+        tuple(sorted(samples, key=lambda sample: order[sample.key])),
+        generated - began,
+        time.monotonic() - generated,
+    )
+
+
+@dataclass(frozen=True)
+class _Questions:
+    """What the policy is asked about one trajectory."""
+
+    memory: MemoryRequest | None = None
+    kl: tuple[LogProbRequest, ...] = ()  # of the live policy and of the reference
+
+
+class _Judge:
+    """Scores one trajectory: its outcome at once, its log-probs when `may_ask` is set."""
+
+    def __init__(self, rewards: Rewards, logprobs: LogProbs | None, config: Config, version: int):
+        self.may_ask = asyncio.Event()
+        self.num_asked = 0
+        self._rewards = rewards
+        self._logprobs = logprobs
+        self._config = config
+        self._version = version
+
+    def questions(self, finished: Finished) -> _Questions:
+        """Made when the trajectory ends, so that their number is known when the last one has."""
+        payload, summary = finished.payload, finished.summary
+        if self._logprobs is None or payload is None or exclusion_reason(summary, Scored(0.0)) is not None:
+            return _Questions()
+        memory, kl = None, ()
+        settings = self._config.memory_reward
+        deadline_s = self._config.batch_executor.request_timeout_s
+        if settings.weight > 0:
+            version = self._version if settings.scorer == "live" else None
+            memory = build_request(summary, payload, settings, policy_version=version, deadline_s=deadline_s)
+        if self._config.algorithm.kl_in_reward:
+            kl = tuple(
+                kl_request(
+                    summary,
+                    payload,
+                    model=model,
+                    policy_version=self._version if model == "live" else None,
+                    temperature=self._config.rollout.temperature,
+                    deadline_s=deadline_s,
+                )
+                for model in ("live", "reference")
+            )
+        self.num_asked += (memory is not None) + len(kl)
+        return _Questions(memory, kl)
+
+    async def __call__(self, finished: Finished, questions: _Questions) -> Sample:
+        if finished.payload is None or exclusion_reason(finished.summary, Scored(0.0)) is not None:
+            return Sample(finished)
+        try:
+            async with asyncio.TaskGroup() as group:
+                score = group.create_task(self._rewards.score(finished.payload))
+                memory = group.create_task(self._memory(questions.memory))
+                kl = group.create_task(self._kl(questions.kl))
+        except* MempoError as errors:
+            raise errors.exceptions[0] from None
+        num_dropped = questions.memory.num_dropped if questions.memory is not None else 0
+        return Sample(finished, score.result(), memory.result(), num_dropped, kl.result())
+
+    async def _memory(self, asked: MemoryRequest | None) -> tuple[MemorySample, ...]:
+        if asked is None:
+            return ()
+        return memory_rewards(asked, await self._ask(asked.request), self._config.memory_reward)
+
+    async def _kl(self, requests: tuple[LogProbRequest, ...]) -> float:
+        if not requests:
+            return 0.0
+        return trajectory_kl(*await asyncio.gather(*(self._ask(request) for request in requests)))
+
+    async def _ask(self, request: LogProbRequest) -> LogProbResult:
+        """A refused request is offered again until its deadline: back-pressure slows scoring, it loses nothing."""
+        await self.may_ask.wait()
+        deadline = time.monotonic() + request.deadline_s
+        while True:
+            try:
+                return await self._logprobs(request)
+            except Overloaded:
+                if time.monotonic() + RETRY_S > deadline:
+                    raise
+                await asyncio.sleep(RETRY_S)
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """What the step trains on, and everything the log wants to know about it."""
+
+    plan: TrainPlan
+    metrics: Mapping[str, float]
+    advantages: Mapping[tuple[str, int], tuple[float, tuple[float, ...]]] = field(default_factory=dict)
+    num_flat_tasks: int = 0  # dropped by the group filter and to be replaced (resample)
+
+
+def assemble(
+    samples: Sequence[Sample], config: Config, *, step: int, version: int, kl_coef: float, filter_round: int = 0
+) -> Assembled:
+    """Advantages of all groups and the plan of the step. Pure.
+
+    Raises:
+        TrainingError: a turn was sampled by other weights than `version`, or more than `run.max_excluded_share` of the
+            trajectories were excluded; the message lists the reasons.
+    """
+    survivors = [sample for sample in samples if sample.excluded_because is None]
+    _check_excluded(samples, config)
+    for sample in survivors:
+        if stray := set(sample.finished.summary.weight_versions_S) - {version}:
+            raise TrainingError(f"{sample.key}: sampled by weight versions {sorted(stray)}, the policy is at {version}")
+    groups: dict[str, list[Sample]] = {}
+    for sample in survivors:
+        groups.setdefault(sample.key[0], []).append(sample)
+    members = list(groups.values())
+    advantages = [
+        group_advantages([_scored(s, kl_coef) for s in group], config.algorithm, config.memory_reward)
+        for group in members
+    ]
+    decision = filter_groups(advantages, config.algorithm.group_filter, round_=filter_round)
+    kept = [(members[i], advantages[i]) for i in decision.kept]
+    items = [
+        TrainItem(s.finished.payload, s.finished.summary, float(a.outcome_G[i]), a.memory_GS[i])
+        for group, a in kept
+        for i, s in enumerate(group)
+    ]
+    plan = TrainPlan(step, version, tuple(items), _mini_batches(kept, config, step))
+    return Assembled(
+        plan,
+        {**rollout_metrics(samples), **_advantage_metrics(advantages, decision.kept), **memory_metrics(advantages)},
+        {
+            (item.summary.task_id, item.summary.sibling): (item.outcome_advantage, item.memory_advantage_S)
+            for item in items
+        },
+        decision.num_resample,
+    )
+
+
+def _scored(sample: Sample, kl_coef: float) -> ScoredTrajectory:
+    summary = sample.finished.summary
+    return ScoredTrajectory(
+        sample.score.score, summary.num_turns, summary.format_valid, sample.memory, penalty=kl_coef * sample.kl
+    )
+
+
+def _check_excluded(samples: Sequence[Sample], config: Config) -> None:
+    reasons: dict[str, int] = {}
+    for sample in samples:
+        if (reason := sample.excluded_because) is not None:
+            reasons[reason] = reasons.get(reason, 0) + 1
+    share = sum(reasons.values()) / max(1, len(samples))
+    if share > config.run.max_excluded_share:
+        worst = sorted(reasons.items(), key=lambda item: -item[1])[:5]
+        listed = "; ".join(f"{count} × {reason}" for reason, count in worst)
+        raise TrainingError(
+            f"{share:.0%} of the step's trajectories are excluded, run.max_excluded_share is "
+            f"{config.run.max_excluded_share:.0%}: {listed}"
+        )
+
+
+def _mini_batches(
+    kept: Sequence[tuple[list[Sample], GroupAdvantages]], config: Config, step: int
+) -> tuple[tuple[int, ...], ...]:
+    """Indices of items per optimiser step: whole groups, nearly equal tokens."""
+    sizes = [len(group) for group, _ in kept]
+    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
+    tokens = [sum(s.finished.summary.num_row_tokens for s in group) for group, _ in kept]
+    parts = mini_batches(tokens, config.algorithm.mini_batches, seed=config.run.seed * 1_000_003 + step)
+    return tuple(
+        tuple(index for g in sorted(part) for index in range(int(starts[g]), int(starts[g + 1]))) for part in parts
+    )
+
+
+def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Outcome, shares and lengths; means over scored trajectories, shares over all of them."""
+    scored = [s for s in samples if s.excluded_because is None]
+    summaries = [s.finished.summary for s in scored]
+    metrics = {
+        "rollout/num_trajectories": float(len(samples)),
+        "rollout/excluded_share": 1 - len(scored) / max(1, len(samples)),
+        "rollout/num_reencoded": float(sum(s.finished.summary.num_reencoded for s in samples)),
+        "memory/num_dropped": float(sum(s.num_dropped for s in samples)),
+    }
+    if not scored:
+        return metrics
+    scores = [s.score.score for s in scored]
+    metrics |= {
+        "reward/outcome_mean": float(np.mean(scores)),
+        "reward/outcome_std": float(np.std(scores)),
+        "rollout/format_valid_share": float(np.mean([s.format_valid for s in summaries])),
+        "rollout/turns_mean": float(np.mean([s.num_turns for s in summaries])),
+        "rollout/output_tokens": float(sum(s.num_output_tokens for s in summaries)),
+        "rollout/output_tokens_mean": float(np.mean([s.num_output_tokens for s in summaries])),
+        "rollout/row_tokens": float(sum(s.num_row_tokens for s in summaries)),
+        "rollout/memory_turn_share": float(np.mean([m > 0 for s in summaries for m in s.memory_tokens_S])),
+    }
+    reasons = [s.end_reason.value for s in summaries]
+    return metrics | {f"rollout/end_{reason}_share": reasons.count(reason) / len(reasons) for reason in set(reasons)}
+
+
+def _advantage_metrics(advantages: Sequence[GroupAdvantages], kept: Sequence[int]) -> dict[str, float]:
+    """Shares over groups with at least one survivor."""
+    num = max(1, len(advantages))
+    return {
+        "group/num_groups": float(len(advantages)),
+        "group/kept_share": len(kept) / num,
+        "group/flat_outcome_share": sum(a.is_outcome_flat for a in advantages) / num,
+        "group/flat_memory_share": sum(a.is_memory_flat for a in advantages) / num,
+    }
+
+
+def adapted_kl_coef(samples: Sequence[Sample], config: Config, kl_coef: float) -> float:
+    """The KL coefficient of the next step; unchanged without `algorithm.adaptive_kl`."""
+    settings = config.algorithm.adaptive_kl
+    survivors = [s for s in samples if s.excluded_because is None]
+    if settings is None or not survivors:
+        return kl_coef
+    kl = float(np.mean([s.kl / s.finished.summary.num_output_tokens for s in survivors]))
+    return next_kl_coef(kl_coef, kl, len(survivors), settings)

@@ -1,0 +1,519 @@
+"""What a run holds while it runs, and the stages around the driver's loop.
+
+stage      consumes                       produces                          on failure
+start      checkpoint, or tasks           policy, engines at its version    typed, before the first step
+evaluate   held-out tasks                 EM, F1, TT, PT by question        above max_excluded_share: the run ends
+log        payloads, scores, advantages   trajectories/*.parquet, metrics   the run ends: an unlogged step is lost
+save       policy, positions, results     checkpoints/step_…                the run ends; the last complete stays
+finish     all of the above               summary.json, learning_curve.png
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from mempo_ray.actors.cluster import connected
+from mempo_ray.actors.fleet import Fleet, open_fleet
+from mempo_ray.agent.group import siblings
+from mempo_ray.agent.memory import encode_probe, swapped_memories
+from mempo_ray.agent.prompt import PastTurn, Renderer
+from mempo_ray.agent.tokenizer import FileTokenizer
+from mempo_ray.cold_start import history_ids, run_cold_start, turn_text, written_turns
+from mempo_ray.config.load import resolved_yaml
+from mempo_ray.config.models import model_folder, read_model_shape
+from mempo_ray.config.schema import Config
+from mempo_ray.contracts import EpisodeRequest, Passage, Scored, Task, TrajectoryBatch
+from mempo_ray.data.oracle import OracleTrajectory, oracle_trajectories
+from mempo_ray.data.tasks import TaskSource, read_tasks
+from mempo_ray.data.world import same_atlas
+from mempo_ray.errors import ConfigError, TrainingError
+from mempo_ray.evaluation.metrics import Evaluated, aggregate, paired_interval, token_costs
+from mempo_ray.evaluation.probes import ProbeContexts, probe_ratios
+from mempo_ray.experience import Assembled, Collected, Sample, adapted_kl_coef, assemble, collect
+from mempo_ray.observability.metrics import Fanout, JsonlSink, TrackerSink
+from mempo_ray.observability.progress import Display, make_display
+from mempo_ray.observability.report import draw_learning_curve, summary_table
+from mempo_ray.observability.resources import MemoryMonitor
+from mempo_ray.observability.run_folder import COMPLETE, RunFolder, newest_checkpoint
+from mempo_ray.observability.timing import StageTimer
+from mempo_ray.placement.plan import make_plan
+from mempo_ray.placement.reserve import cluster_shape
+from mempo_ray.ports import MetricSink
+
+
+@dataclass
+class Progress:
+    """The driver's own state; everything here is saved in a checkpoint and restored from it."""
+
+    step: int = 0
+    kl_coef: float = 0.0
+    best_em: float = -1.0
+    best_step: int = -1
+    seconds: float = 0.0  # of earlier processes of this run
+    drift_turns: int = 0
+    max_logprob_gap: float = 0.0
+    cold_start: dict = field(default_factory=dict)  # task_id → [em, format_valid] of the evaluation before RL
+    probes: dict = field(default_factory=dict)
+
+
+@dataclass
+class Session:
+    """One run in one process."""
+
+    config: Config
+    folder: RunFolder
+    fleet: Fleet
+    renderer: Renderer
+    source: TaskSource
+    train_tasks: tuple[Task, ...]
+    held_out: tuple[Task, ...]
+    display: Display
+    metrics: Fanout
+    memory: MemoryMonitor
+    timer: StageTimer = field(default_factory=StageTimer)
+    progress: Progress = field(default_factory=Progress)
+    began: float = field(default_factory=time.monotonic)
+    version: int = 0
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+
+    # -- before the loop --------------------------------------------------------------------------------
+
+    async def start(self, checkpoint: Path | None) -> None:
+        """Continue from a checkpoint, or run the cold start and the first evaluation."""
+        if checkpoint is not None:
+            with self.timer.stage("restore"):
+                await self._restore(checkpoint)
+            return
+        self.progress.kl_coef = self.config.algorithm.kl_reward_coef
+        if self.config.cold_start is not None:
+            with self.timer.stage("cold_start"):
+                await self._cold_start()
+        await self.fleet.policy.freeze_reference()
+        self.display.stage("waiting for the engines")
+        with self.timer.stage("first_sync"):
+            values = await self.sync()
+        if self.config.eval.probe_ratios:
+            self.progress.probes = await self._probe_ratios()
+        if self.config.eval.before_train:
+            results, more = await self.evaluate("step_0000")
+            self.progress.cold_start = {r.task_id: [r.em, float(r.format_valid)] for r in results}
+            self._note_best(0, more)
+            values |= more
+        self.log_metrics(0, {**values, **self.progress.probes})
+
+    async def _cold_start(self) -> None:
+        settings = self.config.cold_start
+        report = await run_cold_start(
+            self.train_tasks[: settings.tasks],
+            self.config,
+            self.renderer,
+            self.fleet.search,
+            self.fleet.policy.fit,
+            self.display.stage,
+            self.display.advance,
+        )
+        self.folder.write_json("cold_start.json", asdict(report))
+        self.display.say(
+            f"cold start: {report.num_kept} of {report.num_tasks} oracle trajectories kept, {report.num_rows} rows, "
+            f"{report.num_steps} steps, loss {report.loss:.3f}"
+        )
+
+    async def _probe_ratios(self) -> dict[str, float]:
+        """p_mem_ratio and p_full_ratio on held-out oracle trajectories (evaluation/probes.py)."""
+        self.display.stage("probing P_mem and P_full")
+        found = await oracle_trajectories(self.held_out, self.fleet.search, self.config.agent.top_k)
+        contexts = [self._probe_contexts(t, other) for t, other in zip(found, _from_other_worlds(found), strict=True)]
+        return await probe_ratios(contexts, self.fleet.policy, self.config.batch_executor.request_timeout_s)
+
+    def _probe_contexts(self, trajectory: OracleTrajectory, other: OracleTrajectory) -> ProbeContexts:
+        renderer = self.renderer
+        initial = renderer.initial_ids(trajectory.task.question)
+        past = [
+            PastTurn(ids := renderer.output_ids(text), tool_ids, renderer.memory_ids(ids))
+            for text, tool_ids in written_turns(trajectory, renderer, self.config)
+        ]
+        foreign = replace(trajectory.turns[-1], memory=trajectory.memory_with_foreign_fact(other))
+        foreign_ids = renderer.memory_ids(renderer.output_ids(turn_text(foreign)))
+        return ProbeContexts(
+            trajectory.task.task_id,
+            np.concatenate([initial, past[-1].memory_ids]),
+            np.concatenate([initial, foreign_ids]),
+            history_ids(initial, past[:-1]),
+            initial,
+            encode_probe("<answer>", trajectory.task.gold_text, "</answer>", renderer.tokenizer),
+        )
+
+    # -- one step ---------------------------------------------------------------------------------------
+
+    async def sample_and_score(self, step: int) -> tuple[Assembled, Collected]:
+        """Episodes, scores and advantages of one step; with a group filter, rounds of it."""
+        algorithm = self.config.algorithm
+        rounds: list[Collected] = []
+        num_tasks = self.config.data.tasks_per_step
+        for filter_round in range(algorithm.group_filter.max_resamples + 1):
+            requests = self.requests(self.source.next(num_tasks))
+            self.display.stage(f"step {step}: sampling and scoring", len(requests))
+            rounds.append(
+                await collect(
+                    requests,
+                    self.fleet.rollouts,
+                    self.fleet.rewards,
+                    self.fleet.policy,
+                    self.config,
+                    self.version,
+                    self.display.advance,
+                )
+            )
+            samples = tuple(sample for part in rounds for sample in part.samples)
+            assembled = assemble(
+                samples,
+                self.config,
+                step=step,
+                version=self.version,
+                kl_coef=self.progress.kl_coef,
+                filter_round=filter_round,
+            )
+            num_tasks = assembled.num_flat_tasks
+            if num_tasks == 0:
+                break
+        collected = Collected(
+            samples, sum(part.generation_s for part in rounds), sum(part.exposed_s for part in rounds)
+        )
+        self.progress.kl_coef = adapted_kl_coef(samples, self.config, self.progress.kl_coef)
+        return assembled, collected
+
+    async def train(self, assembled: Assembled, collected: Collected) -> dict[str, float]:
+        """The update, and beside it the trajectory log."""
+        step = assembled.plan.step
+        self.display.stage(f"step {step}: update")
+        report, drift = await asyncio.gather(
+            self.fleet.policy.train(assembled.plan),
+            self.log_trajectories(f"step_{step:04d}", collected.samples, assembled),
+        )
+        self.version = report.version
+        self.progress.drift_turns += drift
+        gap = report.metrics.get("train/logprob_gap_max", 0.0)
+        self.progress.max_logprob_gap = max(self.progress.max_logprob_gap, gap)
+        return {**report.metrics, "rollout/drift_turns": float(drift)}
+
+    async def sync(self) -> dict[str, float]:
+        """Publish the policy once; every engine holds and proves it."""
+        manifest = await self.fleet.policy.publish()
+        report = await self.fleet.rollouts.sync(manifest)
+        self.version = manifest.version
+        return {
+            "sync/seconds": report.seconds,
+            "sync/max_gap": report.max_gap,
+            "sync/num_engines": float(report.num_engines),
+            "sync/version": float(report.version),
+        }
+
+    def requests(self, tasks: Sequence[Task]) -> list[EpisodeRequest]:
+        """`group_size` siblings of each task; a sibling's seed depends on run, task and sibling only."""
+        group_size, seed = self.config.algorithm.group_size, self.config.run.seed
+        return [request for task in tasks for request in siblings(task, group_size, seed)]
+
+    def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self.metrics.log(step, {**values, **self.timer.take()})
+
+    async def step_metrics(self, assembled: Assembled, collected: Collected) -> dict[str, float]:
+        """Numbers of the step that no stage reported by itself."""
+        tokens = assembled.metrics.get("rollout/output_tokens", 0.0)
+        return {
+            **assembled.metrics,
+            **await self.fleet.rollouts.stats(),
+            "rollout/output_tokens_per_s": tokens / max(collected.generation_s, 1e-9),
+            "time/generation_s": collected.generation_s,
+            "time/exposed_scoring_s": collected.exposed_s,
+            "reward/kl_coef": self.progress.kl_coef,
+        }
+
+    # -- trajectory log ---------------------------------------------------------------------------------
+
+    async def log_trajectories(self, name: str, samples: Sequence[Sample], assembled: Assembled | None) -> int:
+        """Write all trajectories with what was said about them; returns the number of drifted turns."""
+        kept = [sample for sample in samples if sample.finished.payload is not None]
+        batches = await asyncio.gather(*(self.fleet.payloads.read(s.finished.payload) for s in kept))
+        advantages = assembled.advantages if assembled is not None else {}
+        tables = [_log_table(batch, sample, advantages) for batch, sample in zip(batches, kept, strict=True)]
+        await asyncio.to_thread(self.folder.write_trajectories, name, tables)
+        excluded = [s for s in samples if s.excluded_because is not None]
+        self.folder.append_jsonl(
+            "excluded.jsonl",
+            [{"file": name, "task_id": s.key[0], "sibling": s.key[1], "reason": s.excluded_because} for s in excluded],
+        )
+        return sum(drifted_turns(batch, self.renderer, self.config) for batch in batches)
+
+    # -- evaluation -------------------------------------------------------------------------------------
+
+    async def evaluate(self, name: str, forced: Mapping[str, tuple] | None = None) -> tuple[list[Evaluated], dict]:
+        """Greedy episodes on the held-out questions. `forced`: memories by task that replace the policy's own."""
+        requests = [
+            EpisodeRequest(task, 0, 0, greedy=True, forced_memory_S=forced.get(task.task_id) if forced else None)
+            for task in self.held_out
+        ]
+        self.display.stage("evaluation" if forced is None else "evaluation, memories swapped", len(requests))
+        with self.timer.stage("evaluation"):
+            collected = await collect(
+                requests,
+                self.fleet.rollouts,
+                self.fleet.rewards,
+                None,
+                self.config,
+                self.version,
+                self.display.advance,
+            )
+        results = [_evaluated(s) for s in collected.samples if s.excluded_because is None]
+        excluded = len(requests) - len(results)
+        if excluded > self.config.run.max_excluded_share * len(requests):
+            reasons = sorted({s.excluded_because or "" for s in collected.samples} - {""})
+            raise TrainingError(
+                f"evaluation: {excluded} of {len(requests)} episodes are excluded: {'; '.join(reasons)}"
+            )
+        kind = "eval" if forced is None else "eval_swapped"
+        await self.log_trajectories(f"{kind}_{name}", collected.samples, None)
+        return results, {**aggregate(results), "eval/num_excluded": float(excluded)}
+
+    async def evaluate_swapped(self, name: str) -> float:
+        """EM when each `<mem>` is one of another question (recorded by `evaluate(name)`)."""
+        table = await asyncio.to_thread(_read_memories, self.folder.trajectory_file(f"eval_{name}"))
+        tasks = list(table)
+        swapped = dict(zip(tasks, swapped_memories([table[task] for task in tasks]), strict=True))
+        _, values = await self.evaluate(name, swapped)
+        return values["eval/em"]
+
+    def _note_best(self, step: int, values: Mapping[str, float]) -> None:
+        if values.get("eval/em", -1.0) > self.progress.best_em:
+            self.progress.best_em, self.progress.best_step = values["eval/em"], step
+
+    # -- checkpoints ------------------------------------------------------------------------------------
+
+    async def save(self, step: int, values: Mapping[str, float]) -> None:
+        """A complete checkpoint (policy, positions, results) and its Hugging Face export; old ones are pruned."""
+        self._note_best(step, values)
+        self.progress.step = step
+        self.display.stage(f"step {step}: checkpoint")
+        extra = {
+            "progress": {**asdict(self.progress), "seconds": self.seconds},
+            "source": self.source.state(),
+            "next": self._next_requests(),
+        }
+        with self.timer.stage("checkpoint"):
+            await self.fleet.policy.save(str(self.folder.checkpoint(step)), extra)
+        self.folder.prune(self.config.run.keep_checkpoints, self.progress.best_step)
+
+    async def _restore(self, checkpoint: Path) -> None:
+        """Bring everything back, prove that the next step is the one that would have come, sync the engines."""
+        self.display.stage(f"restoring {checkpoint}")
+        extra = await self.fleet.policy.load(str(checkpoint))
+        self.progress = Progress(**extra["progress"])
+        self.source.restore(extra["source"])
+        if (found := self._next_requests()) != extra["next"]:
+            raise TrainingError(
+                f"{checkpoint}: the tasks or seeds of the next step differ from the recorded ones "
+                f"({found[:1]} against {extra['next'][:1]}); data.train, run.seed, data.tasks_per_step and "
+                "algorithm.group_size must be those of the checkpoint"
+            )
+        self.folder.rewind(self.progress.step)
+        await self.sync()
+
+    def _next_requests(self) -> list[list]:
+        """[task id, sibling, seed] of the next step's episodes, without moving the source."""
+        state = self.source.state()
+        requests = self.requests(self.source.next(self.config.data.tasks_per_step))
+        self.source.restore(state)
+        return [[r.task.task_id, r.sibling, r.seed] for r in requests]
+
+    def report(self, summary: Mapping[str, object] | None) -> None:
+        """The last words: a short table, or how to go on."""
+        if summary is None:
+            self.display.say(f"stopped after step {self.progress.step}; go on with run.resume=auto")
+        else:
+            self.display.say(summary_table(summary, self.folder.root))
+
+    # -- the end ----------------------------------------------------------------------------------------
+
+    @property
+    def seconds(self) -> float:
+        return self.progress.seconds + time.monotonic() - self.began
+
+    async def finish(self) -> dict[str, object]:
+        """The last evaluation, summary.json and the picture."""
+        name = f"step_{self.progress.step:04d}_final"
+        results, values = await self.evaluate(name)
+        self._note_best(self.progress.step, values)
+        summary: dict[str, object] = {"em_final": values["eval/em"], "f1_final": values["eval/f1"]}
+        summary |= {
+            key.removeprefix("eval/"): values[key] for key in ("eval/total_tokens_mean", "eval/peak_tokens_mean")
+        }
+        if before := self.progress.cold_start:
+            both = [(before[r.task_id][0], r.em) for r in results if r.task_id in before]
+            gain, low, high = paired_interval(*zip(*both, strict=True))
+            summary |= {
+                "em_cold_start": float(np.mean([em for em, _ in before.values()])),
+                "format_cold_start": float(np.mean([valid for _, valid in before.values()])),
+                "em_gain": gain,
+                "em_gain_low": low,
+                "em_gain_high": high,
+                "num_questions": len(both),
+            }
+        if self.config.eval.memory_swap:
+            summary["em_memory_swapped"] = await self.evaluate_swapped(name)
+        summary |= {
+            **self.progress.probes,
+            "steps": self.progress.step,
+            "drift_turns": self.progress.drift_turns,
+            "max_logprob_gap": self.progress.max_logprob_gap,
+            "peak_pss_gb": self.memory.peak_gb,
+            "seconds": self.seconds,
+        }
+        self.log_metrics(self.progress.step, values)
+        self.folder.write_json("summary.json", summary)
+        await asyncio.to_thread(
+            draw_learning_curve, self.folder.read_metrics(), self.folder.root / "learning_curve.png"
+        )
+        return summary
+
+
+@asynccontextmanager
+async def open_session(config: Config) -> AsyncIterator[tuple[Session, Path | None]]:
+    """A run from nothing: folder, Ray, plan, actors, display; closed in reverse order, whatever happens.
+
+    Yields the session and the checkpoint that it should continue from, if any.
+    """
+    runs = Path(config.run.dir)
+    checkpoint = find_checkpoint(config, runs)
+    if checkpoint is not None and config.run.resume == "auto":
+        folder = RunFolder(checkpoint.parents[1])
+        folder.point_latest()
+    else:
+        folder = RunFolder.create(runs, config.run.name)
+    folder.write_text("config.yaml", resolved_yaml(config))
+    folder.write_versions()
+    display = make_display(config.run.steps)
+    display.say(f"run folder: {folder.root}")
+    sinks: list[MetricSink] = [JsonlSink(folder), display]
+    async with AsyncExitStack() as stack:
+        stack.callback(display.close)
+        if config.trackers:
+            tracker = TrackerSink(config.trackers, config.run.name, folder.root, {"config": resolved_yaml(config)})
+            stack.callback(tracker.close)
+            sinks.append(tracker)
+        memory = stack.enter_context(MemoryMonitor())
+        display.stage("starting Ray and the actors")
+        stack.enter_context(connected(config, folder.root.name))
+        plan = make_plan(config, cluster_shape(), read_model_shape(config.policy.model)).require()
+        model_dir = model_folder(config.policy.model)
+        train_tasks = read_tasks(config.data.train, config.data.question_key, config.data.answer_key)
+        held_out = read_tasks(config.data.eval, config.data.question_key, config.data.answer_key)
+        fleet = await stack.enter_async_context(open_fleet(config, plan, model_dir, folder, _corpus(config)))
+        session = Session(
+            config=config,
+            folder=folder,
+            fleet=fleet,
+            renderer=Renderer.from_folder(model_dir, FileTokenizer.from_folder(model_dir), config.agent),
+            source=TaskSource(train_tasks, config.run.seed, config.data.shuffle),
+            train_tasks=tuple(train_tasks),
+            held_out=tuple(held_out[: config.eval.tasks]),
+            display=display,
+            metrics=Fanout(sinks),
+            memory=memory,
+        )
+        yield session, checkpoint
+
+
+def find_checkpoint(config: Config, runs: Path) -> Path | None:
+    """What `run.resume` means: 'auto' = the newest complete checkpoint of this run's name, if there is one.
+
+    Raises:
+        ConfigError: a path that is no complete checkpoint.
+    """
+    resume = config.run.resume
+    if resume == "auto":
+        return newest_checkpoint(runs, config.run.name)
+    if resume and not (Path(resume) / COMPLETE).exists():
+        raise ConfigError(
+            f"run.resume: {resume} is not a complete checkpoint; give a folder checkpoints/step_… of a run, or 'auto'"
+        )
+    return Path(resume) if resume else None
+
+
+def _corpus(config: Config) -> Iterable[Passage]:
+    """Passages of the synthetic worlds, where the configuration searches them."""
+    return same_atlas(config.data.train, config.data.eval).passages() if config.retrieval.corpus == "synthetic" else ()
+
+
+def drifted_turns(batch: TrajectoryBatch, renderer: Renderer, config: Config) -> int:
+    """Turns whose stored prompt is not the one that their stored history gives: trained ids ≠ sampled ids."""
+    drifted = 0
+    for trajectory in batch.trajectories():
+        history: list[PastTurn] = []
+        for turn in trajectory.turns:
+            expected = renderer.next_prompt(trajectory.turns[0].prompt_ids, history, config.agent)
+            drifted += not np.array_equal(expected, turn.prompt_ids)
+            history.append(PastTurn(turn.output_ids, turn.tool_ids, turn.memory_ids))
+    return drifted
+
+
+def _evaluated(sample: Sample) -> Evaluated:
+    summary, score = sample.finished.summary, sample.score
+    assert isinstance(score, Scored)  # excluded otherwise
+    total, peak = token_costs(summary)
+    return Evaluated(
+        summary.task_id, float(score.extra["em"]), float(score.extra["f1"]), summary.format_valid, total, peak
+    )
+
+
+def _log_table(batch: TrajectoryBatch, sample: Sample, advantages: Mapping) -> pa.Table:
+    """The payload's columns and, repeated by row, score, advantages and memory samples of its trajectory."""
+    num_rows = len(batch)
+    outcome, memory_S = advantages.get(sample.key, (None, (None,) * num_rows))
+    by_turn = {m.turn: m for m in sample.memory}
+    score = sample.score
+    columns = {
+        "score": [score.score if isinstance(score, Scored) else None] * num_rows,
+        "excluded_because": pa.array([sample.excluded_because] * num_rows, pa.string()),
+        "outcome_advantage": pa.array([outcome] * num_rows, pa.float64()),
+        "memory_advantage": pa.array(memory_S, pa.float64()),
+        "p_mem": pa.array([by_turn[t].p_mem if t in by_turn else None for t in range(num_rows)], pa.float64()),
+        "p_full": pa.array([by_turn[t].p_base if t in by_turn else None for t in range(num_rows)], pa.float64()),
+        "memory_reward": pa.array([by_turn[t].reward if t in by_turn else None for t in range(num_rows)], pa.float64()),
+        "scorer_version": pa.array(
+            [by_turn[t].scorer_version if t in by_turn else None for t in range(num_rows)], pa.int64()
+        ),
+    }
+    table = batch.to_arrow()
+    for name, values in columns.items():
+        table = table.append_column(name, pa.array(values, pa.float64()) if isinstance(values, list) else values)
+    return table
+
+
+def _read_memories(path: Path) -> dict[str, list[list[int]]]:
+    """task_id → memory ids of each turn, of a trajectory log."""
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(path, columns=["task_id", "memory_ids"])
+    memories: dict[str, list[list[int]]] = {}
+    for task_id, ids in zip(table["task_id"].to_pylist(), table["memory_ids"].to_pylist(), strict=True):
+        memories.setdefault(task_id, []).append(ids)
+    return memories
+
+
+def _world(trajectory: OracleTrajectory) -> object:
+    return trajectory.task.metadata.get("world", trajectory.task.task_id)
+
+
+def _from_other_worlds(found: Sequence[OracleTrajectory]) -> list[OracleTrajectory]:
+    """For each trajectory the next one of another world (of another task, where there are no worlds)."""
+    return [
+        next((other for other in (*found[i + 1 :], *found[:i]) if _world(other) != _world(own)), own)
+        for i, own in enumerate(found)
+    ]
