@@ -1,5 +1,8 @@
 """One MemPO episode, async, without ray or torch.
 
-tokenizer  prompt ──▶ episode ──▶ Trajectory          group: which episodes, and which of them again
-             protocol ─┘ └─ memory, tools
+    group ──EpisodeRequest──▶ episode ──▶ Trajectory
+                                ├─ prompt     texts and stored ids → prompt ids
+                                ├─ protocol   output bytes → blocks, spans, action, format verdict
+                                ├─ memory     output → memory ids; task → probes
+                                └─ tools/     action → passages
 """
