@@ -13,6 +13,7 @@ import difflib
 import importlib
 import importlib.util
 import json
+import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -26,13 +27,16 @@ from mempo_ray.agent.prompt import Renderer
 from mempo_ray.agent.tokenizer import FileTokenizer
 from mempo_ray.agent.tools import TOOLS
 from mempo_ray.algo.registry import ADV_ESTIMATORS, POLICY_LOSSES
-from mempo_ray.config.models import check_model_folder
+from mempo_ray.config.load import resolved_yaml
+from mempo_ray.config.models import check_model_folder, read_model_shape
 from mempo_ray.config.schema import Config
 from mempo_ray.contracts import Task
 from mempo_ray.data.tasks import read_tasks
 from mempo_ray.data.world import is_synthetic, same_atlas
 from mempo_ray.errors import ConfigError, DataError, MempoError
 from mempo_ray.observability.run_folder import COMPLETE, newest_checkpoint
+from mempo_ray.placement.machine import this_machine
+from mempo_ray.placement.plan import ClusterShape, Plan, make_plan, read_cluster_shape
 from mempo_ray.rewards.registry import MANAGERS, SCORERS
 from retrieval_index import manifest
 from retrieval_index.corpus import read_corpus
@@ -54,32 +58,72 @@ TRACKERS = {
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """What the checks have read anyway: tasks, the policy's folder, and where to resume (None = a new run)."""
+class Checked:
+    """What a dry run shows: the plan, the whole configuration, and what would stop the run here ('' = nothing)."""
 
-    train: Sequence[Task]
-    eval: Sequence[Task]
-    model: Path
-    resume: Path | str | None
+    config: Config
+    plan: Plan
+    missing: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        """0: the plan fits, and either the files are here or the plan is for another cluster; else 2."""
+        elsewhere = bool(self.config.placement.cluster_shape)
+        return 2 if self.plan.shortages or (self.missing and not elsewhere) else 0
+
+    def describe(self) -> str:
+        parts = [self.plan.table(), "\nConfiguration:\n", resolved_yaml(self.config).rstrip()]
+        if self.missing:
+            parts.append(f"\nNot ready on this machine:\n{self.missing}")
+        return "\n".join(parts)
 
 
-def preflight(config: Config) -> Inputs:
+def preflight(config: Config, *, dry_run: bool = False) -> Checked:
     """Check all that needs no cluster.
 
+    Args:
+        dry_run: what is missing here (files, resources) is kept in the answer in place of being raised, so that a
+            run can be planned where its data and model are not.
+
     Raises:
-        ConfigError, DataError: the first mistake, by key or file, with its remedy.
+        ConfigError, DataError, PlacementError: the first mistake, by key or file, with its remedy.
     """
     import_plugins(config)
     check_names(config)
     check_token_limits(config)
+    missing = ""
+    try:
+        check_files(config)
+    except (ConfigError, DataError) as error:
+        if not dry_run:
+            raise
+        missing = str(error)
+    plan = make_plan(config, known_shape(config), read_model_shape(config.policy.model))
+    if not dry_run and _is_local(config):
+        plan.require()
+    return Checked(config, plan, missing)
+
+
+def check_files(config: Config) -> None:
+    """Model folder, tasks, index or corpus, run folder, checkpoint; then the tokens of the longest real prompt."""
     model = check_model_folder("policy.model", config.policy.model)
     renderer = Renderer.from_folder(model, FileTokenizer.from_folder(model), config.agent)
-    train, held_out = (_tasks(config, key) for key in ("train", "eval"))
+    tasks = [*_tasks(config, "train"), *_tasks(config, "eval")]
     check_retrieval(config)
     check_run_folder(config)
-    resume = check_resume(config, model)
-    check_prompts(config, renderer, model, [*train, *held_out])
-    return Inputs(train, held_out, model, resume)
+    check_resume(config, model)
+    check_prompts(config, renderer, model, tasks)
+
+
+def known_shape(config: Config) -> ClusterShape:
+    """`placement.cluster_shape`, or this machine: what can be known without asking a cluster."""
+    shape = config.placement.cluster_shape
+    return read_cluster_shape(shape) if shape else this_machine()
+
+
+def _is_local(config: Config) -> bool:
+    """Whether the run will be on a cluster of its own on this machine."""
+    return not (config.placement.address or config.placement.cluster_shape or os.environ.get("RAY_ADDRESS"))
 
 
 def import_plugins(config: Config) -> None:
@@ -288,14 +332,14 @@ def check_run_folder(config: Config) -> None:
         raise ConfigError(f"run.dir: cannot write to {folder} ({error.strerror}); choose a writable folder.") from None
 
 
-def check_resume(config: Config, model: Path) -> Path | str | None:
-    """The checkpoint to continue from, if it is complete and of this model."""
+def check_resume(config: Config, model: Path) -> None:
+    """The checkpoint to continue from is complete and of this model. URIs are checked when they are loaded."""
     wanted = config.run.resume
     if not wanted or "://" in wanted:
-        return wanted or None
+        return
     found = newest_checkpoint(Path(config.run.dir), config.run.name) if wanted == "auto" else Path(wanted)
     if found is None:
-        return None
+        return
     if not (found / COMPLETE).is_file():
         raise ConfigError(
             f"run.resume: {found} holds no complete checkpoint (no file {COMPLETE}); name another, or ''."
@@ -307,4 +351,3 @@ def check_resume(config: Config, model: Path) -> Path | str | None:
     if differing:
         raise ConfigError(f"run.resume: {found} is a checkpoint of another model: {'; '.join(differing)}. "
                           "Set policy.model to that model, or run.resume=''.")  # fmt: skip
-    return found

@@ -15,7 +15,7 @@ def this_machine() -> ClusterShape:
     """CPUs, GPUs (by nvidia-smi, if there is one) and memory, with no CUDA context made."""
     gpus = _gpu_memory_gb()
     node = Node(
-        cpus=os.cpu_count() or 1,
+        cpus=max(2, os.cpu_count() or 2),  # as many as a local cluster is started with,
         gpus=len(gpus),
         memory_gb=psutil.virtual_memory().total / 1e9,
         gpu_memory_gb=min(gpus, default=0.0),
