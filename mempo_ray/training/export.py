@@ -33,7 +33,7 @@ _COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
 def proof_ids(vocab_size: int) -> tuple[int, ...]:
     """A fixed sequence spread over the vocabulary; no two neighbours alike.
 
-    Example: proof_ids(434)[:3] == (13, 121, 229).
+    Example: proof_ids(434)[:3] == (13, 120, 227).
     """
     return tuple((13 + 7919 * i) % vocab_size for i in range(NUM_PROOF_IDS))
 

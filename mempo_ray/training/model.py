@@ -91,7 +91,6 @@ def load_model(folder: Path, policy: Policy, gang: Gang, *, dtype: torch.dtype, 
     model.train(trainable)
     if trainable and policy.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.to(gang.device) if gang.device.type == "cuda" and not policy.cpu_offload else None
     shard(model, model.model.layers, policy, gang)
     _assign_weights(model, folder)
     return model

@@ -91,9 +91,7 @@ def trajectory(seed: int, num_turns: int = 2, *, mask_last: bool = False) -> Tra
             )
         )
     task = Task(f"t{seed // 10}", "q", (("a",),), "test")
-    return TrajectoryBatch.from_trajectories(
-        [Trajectory(task, seed % 10, 0, tuple(turns), EndReason.ANSWERED, {}, ())]
-    )
+    return TrajectoryBatch.from_trajectories([Trajectory(task, seed % 10, 0, tuple(turns), EndReason.ANSWERED, {}, ())])
 
 
 def item(payload: TrajectoryBatch, outcome: float, memory: Sequence[float] | None = None) -> TrainItem:
