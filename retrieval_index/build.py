@@ -145,10 +145,17 @@ def _write_folder(
         count=count,
         search=plan.search,
         encoder=EncoderRecord(encoder.name, encoder.fingerprint, encoder.settings),
+        sources=stamp_sources(corpus, embeddings),
         files={name: FileStamp.of(folder / name) for name in (VECTORS_FILE, PASSAGES_FILE)},
     )
     (folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
     return manifest
+
+
+def stamp_sources(corpus: str | Path | Iterable[DocumentLike], embeddings: str | Path | None) -> dict[str, FileStamp]:
+    """Size and checksum of the input files: an index with other `sources` in its manifest is out of date."""
+    named = {"corpus": corpus, "embeddings": embeddings}
+    return {name: FileStamp.of(Path(file)) for name, file in named.items() if isinstance(file, str | Path)}
 
 
 def _filled_index(plan: IndexPlan, vectors: np.ndarray) -> faiss.Index:

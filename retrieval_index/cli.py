@@ -14,7 +14,7 @@ from typing import Annotated, Any, ParamSpec
 import typer
 
 from retrieval_index import manifest as manifests
-from retrieval_index.encoder import Encoder, make_encoder
+from retrieval_index.encoder import make_encoder, make_recorded_encoder
 from retrieval_index.errors import RetrievalIndexError
 from retrieval_index.manifest import Manifest
 
@@ -106,7 +106,7 @@ def search(
     """Print the nearest passages."""
     from retrieval_index.index import PassageIndex
 
-    chosen = _encoder_of(index, encoder)
+    chosen = make_recorded_encoder(manifests.load(index).encoder, encoder)
     opened = PassageIndex.open(index, encoder_fingerprint=chosen.fingerprint)
     rows, scores = opened.search(chosen.encode_queries([query]), top_k)
     for passage in opened.passages(rows[0], scores[0]):
@@ -127,7 +127,7 @@ def evaluate(
     from retrieval_index.evaluate import read_questions
     from retrieval_index.index import PassageIndex
 
-    chosen = _encoder_of(index, encoder)
+    chosen = make_recorded_encoder(manifests.load(index).encoder, encoder)
     opened = PassageIndex.open(index, encoder_fingerprint=chosen.fingerprint)
     figures = measure(opened, chosen, read_questions(questions))
     if json_out is None:
@@ -141,12 +141,6 @@ def evaluate(
 def main() -> None:
     """Entry point of `python -m retrieval_index`."""
     app()
-
-
-def _encoder_of(index: Path, name: str | None) -> Encoder:
-    record = manifests.load(index).encoder
-    settings: dict[str, Any] = dict(record.settings)
-    return make_encoder(name or record.name, **settings)
 
 
 def _summary(manifest: Manifest) -> str:

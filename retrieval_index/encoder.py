@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from retrieval_index.errors import EncoderError
+from retrieval_index.manifest import EncoderRecord
 
 Vectors = np.ndarray
 """float32 [n, dim], each row of length 1 (or 0 for a text without a word)."""
@@ -60,6 +61,20 @@ def make_encoder(name: str, *, device: str = "cpu", num_threads: int | None = No
         return HashEncoder(**settings)
     folder = minilm_folder() if name == "minilm" else Path(name)
     return TransformerEncoder(folder, name=name, device=device, num_threads=num_threads, **settings)
+
+
+def make_recorded_encoder(
+    record: EncoderRecord, name: str | None = None, *, device: str = "cpu", num_threads: int | None = None
+) -> Encoder:
+    """The encoder that an index was built with, by its recorded name and settings.
+
+    Args:
+        name: in place of the recorded one, for a folder that has moved. An encoder of another kind takes its
+            own defaults, and fails the comparison of fingerprints.
+    """
+    name = name or record.name
+    settings = record.settings if (name == "hash") == (record.name == "hash") else {}
+    return make_encoder(name, device=device, num_threads=num_threads, **settings)
 
 
 # --- hashed bag of words -------------------------------------------------------------------------------------

@@ -48,7 +48,11 @@ class EncoderRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What an index is. `search` holds FAISS's search-time parameters (`nprobe`, `efSearch`)."""
+    """What an index is.
+
+    `search` holds FAISS's search-time parameters (`nprobe`, `efSearch`); `sources` the `corpus` and `embeddings`
+    files that it was built from (empty for passages given in memory).
+    """
 
     format_version: int
     kind: str
@@ -58,6 +62,7 @@ class Manifest:
     count: int
     search: Mapping[str, int]
     encoder: EncoderRecord
+    sources: Mapping[str, FileStamp]
     files: Mapping[str, FileStamp]
 
     @property
@@ -74,8 +79,10 @@ class Manifest:
         """Raises ValueError, KeyError or TypeError where the text is no manifest of this version."""
         fields = json.loads(text)
         encoder = EncoderRecord(**fields.pop("encoder"))
-        files = {name: FileStamp(**stamp) for name, stamp in fields.pop("files").items()}
-        return cls(encoder=encoder, files=files, **fields)
+        sources, files = (
+            {name: FileStamp(**stamp) for name, stamp in fields.pop(key).items()} for key in ("sources", "files")
+        )
+        return cls(encoder=encoder, sources=sources, files=files, **fields)
 
 
 def load(folder: str | Path) -> Manifest:

@@ -28,7 +28,7 @@ import numpy as np
 
 from retrieval_index import manifest as manifests
 from retrieval_index.corpus import Passage
-from retrieval_index.encoder import Encoder, make_encoder
+from retrieval_index.encoder import Encoder, make_recorded_encoder
 from retrieval_index.errors import RetrievalIndexError, SearchFailed, SearchTimeout, ServiceClosed
 from retrieval_index.manifest import Manifest
 
@@ -155,7 +155,7 @@ class RetrievalService:
         from retrieval_index.index import PassageIndex  # here, so that importing this module loads no FAISS
 
         record = manifests.load(folder).encoder
-        chosen = make_encoder(encoder or record.name, device=device, num_threads=num_threads, **record.settings)
+        chosen = make_recorded_encoder(record, encoder, device=device, num_threads=num_threads)
         index = PassageIndex.open(
             folder, encoder_fingerprint=chosen.fingerprint, device=device, num_threads=num_threads
         )

@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from retrieval_index.build import KINDS, build_index, plan_index
+from retrieval_index.build import KINDS, build_index, plan_index, stamp_sources
 from retrieval_index.corpus import Document
 from retrieval_index.encoder import HashEncoder
 from retrieval_index.errors import BuildError, CorpusError
@@ -89,6 +89,7 @@ def test_a_corpus_file_and_the_same_passages_in_memory_give_one_index(tmp_path: 
     from_file = build_index(tmp_path / "c.jsonl", HashEncoder(64), "flat", tmp_path / "file")
     assert from_file.files == build_index(passages, HashEncoder(64), "flat", tmp_path / "memory").files
     assert FileStamp.of(tmp_path / "file" / "vectors.faiss") == from_file.files["vectors.faiss"]
+    assert from_file.sources == stamp_sources(tmp_path / "c.jsonl", None)
 
 
 def test_plans_stay_trainable_for_any_size() -> None:

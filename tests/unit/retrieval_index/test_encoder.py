@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from retrieval_index.corpus import embedding_text
-from retrieval_index.encoder import HashEncoder, make_encoder, minilm_folder
+from retrieval_index.encoder import HashEncoder, make_encoder, make_recorded_encoder, minilm_folder
 from retrieval_index.errors import EncoderError
+from retrieval_index.manifest import EncoderRecord
 
 from .conftest import NAMES, facts
 
@@ -62,6 +63,16 @@ def test_the_fingerprint_of_hash_depends_on_its_dimension() -> None:
 def test_a_dimension_that_is_no_multiple_of_8_is_refused() -> None:
     with pytest.raises(EncoderError, match="multiple of 8"):
         make_encoder("hash", dim=100)
+
+
+def test_a_recorded_encoder_is_made_again_under_its_own_or_another_name(folder: Path) -> None:
+    hash_record = EncoderRecord("hash", "…", {"dim": 64})
+    assert make_recorded_encoder(hash_record).dim == 64
+    assert make_recorded_encoder(hash_record, str(folder)).dim == 12, "of another kind: with its own settings"
+    original = make_encoder(str(folder), query_prefix="query: ")
+    record = EncoderRecord(original.name, original.fingerprint, original.settings)
+    moved = folder.rename(folder.with_name("moved"))
+    assert make_recorded_encoder(record, str(moved)).fingerprint == original.fingerprint
 
 
 # --- folders: made of two small files, never loaded ----------------------------------------------------------

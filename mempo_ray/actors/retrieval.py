@@ -1,0 +1,130 @@
+"""RetrievalActor: the search environment behind an async actor (S10; the logic is in `retrieval_index`).
+
+consumes   queries of many episodes
+produces   passages for each query, best first
+waits      its service: a micro-batch that fills, or `retrieval.max_wait_s`; then encoder and FAISS in one thread
+on failure ToolFailed or DeadlineExceeded to the callers concerned; a query that cannot be searched (empty, over-long)
+           is the policy's doing and finds nothing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import ray
+
+from mempo_ray.config.schema import Retrieval
+from mempo_ray.contracts import Passage
+from mempo_ray.data.world import is_synthetic
+from mempo_ray.errors import ConfigError, DataError, DeadlineExceeded, ToolFailed
+from retrieval_index import manifest
+from retrieval_index.build import build_index, stamp_sources
+from retrieval_index.encoder import Encoder, make_encoder, make_recorded_encoder
+from retrieval_index.errors import CorpusError, ManifestError, RetrievalIndexError, SearchTimeout, ServiceError
+from retrieval_index.service import RejectedQuery, RetrievalService, ServiceLimits
+
+
+@contextmanager
+def typed_errors() -> Generator[None]:
+    """Errors of the index package as errors of this project, naming the keys of the `retrieval` section."""
+    try:
+        yield
+    except SearchTimeout as error:
+        raise DeadlineExceeded(str(error)) from error
+    except ServiceError as error:
+        raise ToolFailed(str(error)) from error
+    except CorpusError as error:
+        raise DataError(f"retrieval.{error}") from error
+    except RetrievalIndexError as error:
+        raise ConfigError(f"retrieval.{error}") from error
+
+
+def prepare_index(settings: Retrieval, passages: Iterable[Passage], folder: Path) -> Path:
+    """The index folder of a run: `retrieval.index`, checked, or one built in `folder`.
+
+    A folder that is already there (a resumed run) is used again if encoder, kind and input files are the same.
+
+    Args:
+        passages: of the synthetic worlds; read only where `retrieval.corpus` is synthetic and no index is given.
+
+    Raises:
+        ConfigError: index, encoder or embeddings do not fit. DataError: the corpus is missing or has a bad line.
+    """
+    with typed_errors():
+        if settings.index:
+            record = manifest.load(settings.index).encoder
+            encoder = make_recorded_encoder(record, settings.encoder)
+            manifest.check(settings.index, encoder_fingerprint=encoder.fingerprint, dim=encoder.dim)
+            return Path(settings.index)
+        encoder = make_encoder(settings.encoder, device=settings.device, num_threads=settings.threads)
+        corpus = passages if is_synthetic(settings.corpus) else settings.corpus
+        if not _is_current(folder, settings, encoder):
+            embeddings = settings.embeddings or None
+            build_index(corpus, encoder, settings.kind, folder, embeddings=embeddings, overwrite=True)
+        return folder
+
+
+def _is_current(folder: Path, settings: Retrieval, encoder: Encoder) -> bool:
+    if is_synthetic(settings.corpus):
+        return False  # built in a second, and no file tells whether the worlds are the same
+    try:
+        found = manifest.check(folder, encoder_fingerprint=encoder.fingerprint, dim=encoder.dim)
+        return found.kind == settings.kind and found.sources == stamp_sources(
+            settings.corpus, settings.embeddings or None
+        )
+    except (ManifestError, FileNotFoundError):
+        return False  # the build says what is wrong with the input
+
+
+class RetrievalActor:
+    """One replica: encoder, index, cache and micro-batches. It holds no state of the run, so it may die and restart.
+
+    Args:
+        folder: what `prepare_index` returned.
+    """
+
+    def __init__(self, settings: Retrieval, folder: str) -> None:
+        limits = ServiceLimits(settings.max_batch, settings.max_wait_s, cache_size=settings.cache_entries)
+        with typed_errors():
+            self._service = RetrievalService.open(
+                folder,
+                encoder=settings.encoder,
+                device=settings.device,
+                num_threads=settings.threads,
+                limits=limits,
+            )
+
+    def __repr__(self) -> str:
+        return f"RetrievalActor({self._service.manifest.count} passages)"
+
+    async def ping(self) -> None:
+        """Returns once encoder and index answer."""
+        with typed_errors():
+            await self._service.warm_up()
+
+    async def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
+        """Passages for each query, best first; [] for a query that is empty or over-long.
+
+        Raises:
+            ToolFailed: encoder or index failed, or the service is closed. DeadlineExceeded.
+        """
+        with typed_errors():
+            results = await self._service.search(queries, top_k)
+        return [
+            [] if isinstance(result, RejectedQuery) else [Passage(p.id, p.title, p.text, p.score) for p in result]
+            for result in results
+        ]
+
+    async def stats(self) -> dict[str, float]:
+        """Counters since the start, as in `retrieval_index.service.ServiceStats`."""
+        return {name: float(value) for name, value in asdict(self._service.stats()).items()}
+
+    async def close(self) -> None:
+        """Waits for no search: those in flight fail."""
+        await self._service.close()
+
+
+RemoteRetrievalActor = ray.remote(max_concurrency=4096)(RetrievalActor)  # pyrefly: ignore[unexpected-keyword]
