@@ -51,7 +51,6 @@ from mempo_ray.contracts import (
 from mempo_ray.errors import (
     DataError,
     DeadlineExceeded,
-    InfrastructureError,
     MempoError,
     TrainingError,
     WorkerFailed,
@@ -260,7 +259,7 @@ class BatchExecutor:
         self._count(wait_s=sum(started - t.arrived_s for t in runnable))
         try:
             results = await self._gang.run([self._waiting[t.number].request for t in runnable])
-        except InfrastructureError as error:
+        except MempoError as error:
             self._fail(f"log-probs: {error}")
             return
         seconds = self._clock() - started
@@ -345,9 +344,9 @@ class GangRunner:
         replies = await self.execute(score_shares(requests, split))
         results: dict[int, LogProbResult | MempoError] = {}
         for rank, (indices, reply) in enumerate(zip(split, replies, strict=True)):
-            values = _value(reply, Sequence)
-            if len(values) != len(indices):
-                raise self._ended(f"rank {rank} answered {len(values)} of {len(indices)} log-prob requests")
+            values = reply.value
+            if not isinstance(values, Sequence) or len(values) != len(indices):
+                raise self._ended(f"rank {rank} did not answer each of its {len(indices)} log-prob requests")
             for i, value in zip(indices, values, strict=True):
                 failed = isinstance(value, str)
                 results[i] = DataError(f"log-probs of {requests[i].id}: {value}") if failed else value

@@ -27,7 +27,7 @@ class Runner(Protocol[RequestT, ResultT]):
         """A result, or what was wrong with it, for each request, in order: one bad item fails nobody else.
 
         Raises:
-            InfrastructureError: nothing can run here any more. The runner is spent.
+            MempoError: nothing can run here any more, the runner is spent.
         """
         ...
 

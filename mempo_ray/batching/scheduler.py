@@ -96,7 +96,13 @@ class Scheduler:
     def begin(self, expected: int) -> None:
         """The next `expected` tickets are a *set*: held until the last one is here, then cut in order of
         (priority, id) by the token budget alone. Same ids and costs, same micro-batches, whatever the order
-        of arrival (`run.deterministic`)."""
+        of arrival (`run.deterministic`). One set at a time.
+
+        Raises:
+            ValueError: tickets of the set before are still queued.
+        """
+        if self._set:
+            raise ValueError(f"{len(self._set)} requests of the set before are still queued; await them first")
         self._set_missing = expected
 
     def decide(self, now_s: float, until: int | None = None) -> Decision:

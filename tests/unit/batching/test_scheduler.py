@@ -100,6 +100,16 @@ def test_a_set_larger_than_the_queue_limit_is_not_refused():
     assert numbers(s.decide(0.0)) == [0, 1, 2]
 
 
+def test_a_set_begins_only_when_the_one_before_has_left_the_queue():
+    s = scheduler()
+    s.begin(1)
+    s.submit(ticket(0))
+    with pytest.raises(ValueError, match="1 requests of the set before"):
+        s.begin(1)
+    assert numbers(s.decide(0.0)) == [0]
+    s.begin(1)
+
+
 def test_a_cancelled_request_is_not_run_and_frees_its_tokens():
     s = scheduler()
     s.submit(ticket(0))
