@@ -164,11 +164,17 @@ def _filled_index(plan: IndexPlan, vectors: np.ndarray) -> faiss.Index:
     if not index.is_trained:
         # A fixed seed: the same corpus gives the same lists.
         rows = np.sort(np.random.default_rng(0).choice(count, plan.num_training_rows, replace=False))
-        index.train(normalise(np.asarray(vectors[rows], np.float32)))
+        index.train(_unit_rows(vectors[rows]))
     for start in range(0, count, ROWS_PER_SLICE):
-        # Normalised again, since given embeddings may be float16: rounding leaves lengths off by 5e-4.
-        index.add(normalise(np.asarray(vectors[start : start + ROWS_PER_SLICE], np.float32)))
+        index.add(_unit_rows(vectors[start : start + ROWS_PER_SLICE]))
     return index
+
+
+def _unit_rows(vectors_SD: np.ndarray) -> np.ndarray:
+    """float32 rows of length 1. Given embeddings may be float16, whose rounding leaves lengths off by 5e-4."""
+    if not np.isfinite(vectors_SD).all():
+        raise BuildError("a vector holds NaN or infinity", "embeddings", "make the vectors again")
+    return normalise(vectors_SD.astype(np.float32))
 
 
 def _embed(store: PassageStore, encoder: Encoder, path: Path, progress: Progress | None) -> np.ndarray:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +16,7 @@ from retrieval_index import manifest as manifests
 from retrieval_index.encoder import make_encoder, make_recorded_encoder
 from retrieval_index.errors import RetrievalIndexError
 from retrieval_index.manifest import Manifest
+from retrieval_index.progress import TimeLeft
 
 app = typer.Typer(help="Build, inspect and search passage indexes.", no_args_is_help=True)
 
@@ -75,7 +75,7 @@ def build(
         out,
         embeddings=embeddings,
         overwrite=overwrite,
-        progress=_TimeLeft(),
+        progress=_time_left(),
     )
     typer.echo(f"{out}: {_summary(manifest)}")
 
@@ -156,19 +156,11 @@ def _one_line(passage: Any) -> str:
     return text if len(text) <= 100 else text[:99] + "…"
 
 
-class _TimeLeft:
-    """Progress of the encoder pass on stderr: one rewritten line in a terminal, else a line every 10 seconds."""
+def _time_left() -> TimeLeft:
+    """On stderr: one rewritten line in a terminal, else a line every 10 seconds."""
+    terminal = sys.stderr.isatty()
 
-    def __init__(self) -> None:
-        self._started_s = self._printed_s = time.monotonic()
-        self._every_s, self._end = (0.2, "\r") if sys.stderr.isatty() else (10.0, "\n")
+    def write(line: str, last: bool) -> None:
+        print(f"{line:<78}", end="\r" if terminal and not last else "\n", file=sys.stderr, flush=True)
 
-    def __call__(self, done: int, total: int) -> None:
-        now_s = time.monotonic()
-        if now_s - self._printed_s < self._every_s and done < total:
-            return
-        self._printed_s = now_s
-        rate = done / max(now_s - self._started_s, 1e-6)
-        left_s = (total - done) / rate
-        line = f"encoded {done:,} of {total:,} passages, {rate:,.0f} a second, {left_s:.0f} s left"
-        print(f"{line:<78}", end="\n" if done == total else self._end, file=sys.stderr, flush=True)
+    return TimeLeft(write, every_s=0.2 if terminal else 10.0)

@@ -9,7 +9,8 @@
     on failure     a batch that fails is run again query by query, so that only the culprit fails;
                    a caller that leaves or times out takes nothing from the others
 
-A query's result depends on the query alone, never on its batch mates.
+A query's result depends on the query alone, not on its batch mates (scores to within 1e-6: other batch
+sizes round otherwise).
 """
 
 from __future__ import annotations

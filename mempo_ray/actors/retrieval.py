@@ -9,6 +9,7 @@ on failure ToolFailed or DeadlineExceeded to the callers concerned; a query that
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -24,7 +25,10 @@ from retrieval_index import manifest
 from retrieval_index.build import build_index, stamp_sources
 from retrieval_index.encoder import Encoder, make_encoder, make_recorded_encoder
 from retrieval_index.errors import CorpusError, ManifestError, RetrievalIndexError, SearchTimeout, ServiceError
+from retrieval_index.progress import TimeLeft
 from retrieval_index.service import RejectedQuery, RetrievalService, ServiceLimits
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -63,7 +67,10 @@ def prepare_index(settings: Retrieval, passages: Iterable[Passage], folder: Path
         corpus = passages if is_synthetic(settings.corpus) else settings.corpus
         if not _is_current(folder, settings, encoder):
             embeddings = settings.embeddings or None
-            build_index(corpus, encoder, settings.kind, folder, embeddings=embeddings, overwrite=True)
+            progress = TimeLeft(lambda line, last: log.info("index: %s", line))
+            build_index(
+                corpus, encoder, settings.kind, folder, embeddings=embeddings, overwrite=True, progress=progress
+            )
         return folder
 
 

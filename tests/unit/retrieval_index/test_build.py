@@ -9,6 +9,7 @@ from retrieval_index.encoder import HashEncoder
 from retrieval_index.errors import BuildError, CorpusError
 from retrieval_index.index import PassageIndex
 from retrieval_index.manifest import FileStamp, load, verify
+from retrieval_index.progress import TimeLeft
 
 from .conftest import facts
 
@@ -81,6 +82,25 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
         progress=lambda done, total: seen.append((done, total)),
     )
     assert seen == [(1024, 1500), (1500, 1500)]
+
+
+def test_the_time_left_is_written_now_and_then_and_at_the_end() -> None:
+    now_s, lines = 0.0, []
+    progress = TimeLeft(lambda line, last: lines.append((line, last)), every_s=10, clock=lambda: now_s)
+    for now_s, done in ((5.0, 500), (10.0, 1000), (15.0, 1500), (40.0, 2000)):
+        progress(done, 2000)
+    assert lines == [
+        ("encoded 1,000 of 2,000 passages, 100 a second, 10 s left", False),
+        ("encoded 2,000 of 2,000 passages, 50 a second, 0 s left", True),
+    ]
+
+
+def test_vectors_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    vectors = np.ones((len(facts()), 64), np.float16)
+    vectors[3, 5] = np.nan
+    np.save(tmp_path / "v.npy", vectors)
+    with pytest.raises(BuildError, match="NaN or infinity"):
+        build_index(facts(), HashEncoder(64), "flat", tmp_path / "index", embeddings=tmp_path / "v.npy")
 
 
 def test_a_corpus_file_and_the_same_passages_in_memory_give_one_index(tmp_path: Path) -> None:

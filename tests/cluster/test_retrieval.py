@@ -1,0 +1,104 @@
+"""The retrieval actor as a Ray actor: searches of many callers, typed failures, and the index of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import ray
+
+from mempo_ray.actors.retrieval import RemoteRetrievalActor, RetrievalActor, prepare_index
+from mempo_ray.config.schema import Retrieval
+from mempo_ray.contracts import Passage
+from mempo_ray.data.world import AtlasSpec, build_atlas
+from mempo_ray.errors import ConfigError, DataError, ToolFailed
+from retrieval_index.build import build_index
+from retrieval_index.encoder import HashEncoder
+
+SYNTHETIC = Retrieval(corpus="synthetic", encoder="hash", max_wait_s=0)
+
+
+@pytest.fixture(scope="module")
+def passages() -> list[Passage]:
+    return list(build_atlas(AtlasSpec()).passages())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, passages: list[Passage]) -> Path:
+    return prepare_index(SYNTHETIC, passages, tmp_path_factory.mktemp("run") / "index")
+
+
+async def test_each_fact_of_the_synthetic_worlds_is_found_first_before_distractors_that_share_a_word(
+    folder: Path, passages: list[Passage]
+) -> None:
+    actor = RetrievalActor(SYNTHETIC, str(folder))
+    await actor.ping()
+    queries = [" ".join(passage.text.split()[:2]) for passage in passages]
+    found = await actor.search(queries, 3)
+    assert [result[0].id for result in found] == [passage.id for passage in passages]
+    sharing = [
+        bool(set(q.split()) & set(p.text.split())) for q, result in zip(queries, found, strict=True) for p in result
+    ]
+    assert sum(sharing) >= 0.99 * len(sharing)
+    stats = await actor.stats()
+    assert stats["queries"] == len(queries) + 1, "the facts, and one to warm up"
+    await actor.close()
+    with pytest.raises(ToolFailed):
+        await actor.search(queries[:1], 3)
+
+
+async def test_a_query_that_cannot_be_searched_finds_nothing_and_spoils_nothing(folder: Path) -> None:
+    actor = RetrievalActor(SYNTHETIC, str(folder))
+    empty, good, over_long = await actor.search(["", "mentor", "x" * 100_000], 2)
+    assert (empty, len(good), over_long) == ([], 2, [])
+    await actor.close()
+
+
+def test_a_resumed_run_uses_its_index_again_until_an_input_changes(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text(json.dumps({"id": "a", "title": "Boko", "text": "mentor Boko Sari ."}) + "\n")
+    settings = Retrieval(corpus=str(corpus), encoder="hash")
+    manifest = prepare_index(settings, (), tmp_path / "index") / "manifest.json"
+    built = manifest.stat().st_mtime_ns
+    prepare_index(settings, (), tmp_path / "index")
+    assert manifest.stat().st_mtime_ns == built
+    corpus.write_text(json.dumps({"id": "b", "title": "Vela", "text": "judge Vela Kim ."}) + "\n")
+    prepare_index(settings, (), tmp_path / "index")
+    assert manifest.stat().st_mtime_ns != built
+
+
+def test_bad_input_names_the_key_of_the_configuration(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^retrieval\.corpus: there is no file"):
+        prepare_index(Retrieval(corpus="absent.jsonl", encoder="hash"), (), tmp_path / "index")
+    with pytest.raises(ConfigError, match=r"^retrieval\.index: there is no index at"):
+        prepare_index(Retrieval(index=str(tmp_path / "absent")), (), tmp_path / "index")
+    build_index([Passage("a", "", "x")], HashEncoder(64), "flat", tmp_path / "other")
+    manifest = tmp_path / "other" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(HashEncoder(64).fingerprint, "0" * 64))
+    with pytest.raises(ConfigError, match=r"^retrieval\.encoder: .* built with another encoder"):
+        prepare_index(Retrieval(index=str(tmp_path / "other"), encoder="hash"), (), tmp_path / "index")
+    with pytest.raises(ConfigError, match=r"^retrieval\.encoder: cannot read"):
+        prepare_index(SYNTHETIC.model_copy(update={"encoder": str(tmp_path / "no")}), (), tmp_path / "index")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_many_callers_of_one_remote_replica_share_its_batches(folder: Path, passages: list[Passage]) -> None:
+    ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=100_000_000)
+    try:
+        actor = RemoteRetrievalActor.options(num_cpus=0.1).remote(SYNTHETIC, str(folder))
+        ray.get(actor.ping.remote(), timeout=60)
+        queries = [" ".join(passage.text.split()[:2]) for passage in passages[:300]]
+        found = ray.get([actor.search.remote([query], 3) for query in queries], timeout=60)
+        assert [result[0][0] for result in found] == [
+            Passage(p.id, p.title, p.text, score=result[0][0].score) for p, result in zip(passages, found, strict=False)
+        ]
+        stats = ray.get(actor.stats.remote(), timeout=60)
+        assert stats["batched_queries"] == 301
+        assert stats["batches"] < 301
+        ray.get(actor.close.remote(), timeout=60)
+        with pytest.raises(ToolFailed):
+            ray.get(actor.search.remote(["Boko"], 1), timeout=60)
+    finally:
+        ray.shutdown()
