@@ -85,9 +85,9 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
 
 
 def test_the_time_left_is_written_now_and_then_and_at_the_end() -> None:
-    now_s, lines = 0.0, []
-    progress = TimeLeft(lambda line, last: lines.append((line, last)), every_s=10, clock=lambda: now_s)
-    for now_s, done in ((5.0, 500), (10.0, 1000), (15.0, 1500), (40.0, 2000)):
+    lines, times = [], iter((0.0, 5.0, 10.0, 15.0, 40.0))
+    progress = TimeLeft(lambda line, last: lines.append((line, last)), every_s=10, clock=lambda: next(times))
+    for done in (500, 1000, 1500, 2000):
         progress(done, 2000)
     assert lines == [
         ("encoded 1,000 of 2,000 passages, 100 a second, 10 s left", False),
