@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from mempo_ray.contracts import WeightManifest, WeightProof
 
@@ -34,6 +35,15 @@ def save_tiny_model(folder: Path, seed: int) -> Qwen2ForCausalLM:
     model = Qwen2ForCausalLM(config).eval()
     model.save_pretrained(folder)
     return model
+
+
+def save_tiny_tokenizer(folder: Path) -> tuple[int, int]:
+    """A word-level tokenizer over the model's vocabulary; returns the ids of </search> and </answer>."""
+    words = ["?", "<eot>", "</search>", "</answer>", *(f"w{i}" for i in range(4, VOCAB_SIZE))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?", eos_token="<eot>").save_pretrained(folder)
+    return 2, 3
 
 
 @torch.no_grad()

@@ -15,10 +15,10 @@ import pytest_asyncio
 from mempo_ray.config.schema import Rollout, WeightSync
 from mempo_ray.contracts import WeightManifest, WeightProof
 from mempo_ray.errors import ConfigError, DeadlineExceeded, EngineFailed, TrainingError
-from mempo_ray.generation.engine import NO_WEIGHTS, Engine, build_engine
+from mempo_ray.generation.engine import NO_WEIGHTS, Engine, build_engine, unproven
 from mempo_ray.generation.fake_engine import FakeEngine
 from mempo_ray.ports import GenerateRequest, Generation
-from tests.fakes.tiny_model import END_OF_TURN_ID, VOCAB_SIZE, logprobs, manifest, save_tiny_model
+from tests.fakes.tiny_model import END_OF_TURN_ID, VOCAB_SIZE, logprobs, manifest, save_tiny_model, save_tiny_tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -216,3 +216,25 @@ async def test_closing_twice_is_harmless_and_nothing_runs_afterwards(case: Case)
     await case.engine.close()
     with pytest.raises(EngineFailed):
         await case.engine.generate(turn(0))
+
+
+@pytest.mark.slow
+async def test_stop_at_tags_ends_a_turn_after_the_tag_and_leaves_the_end_token_to_the_system(tmp_path: Path):
+    """vLLM alone: it needs the folder's tokenizer, an engine of its own."""
+    save_tiny_model(tmp_path, seed=0)
+    search, answer = save_tiny_tokenizer(tmp_path)
+    rollout = ROLLOUT.model_copy(update={"stop_at_tags": True, "temperature": 1.5})
+    engine = build_engine("tags", str(tmp_path), rollout, WeightSync(), END_OF_TURN_ID, tmp_path / "tags.log")
+    await engine.start()
+    try:
+        await engine.update(unproven(str(tmp_path)))
+        answers = await asyncio.gather(*(engine.generate(turn(seed, max_tokens=400)) for seed in range(32)))
+    finally:
+        await engine.close()
+    by_tag = 0
+    for answer_ids in (each.output_ids for each in answers if each.finish_reason == "stop"):
+        ends = np.isin(answer_ids, (search, answer, END_OF_TURN_ID))
+        assert ends[-1]
+        assert ends.sum() == 1
+        by_tag += answer_ids[-1] != END_OF_TURN_ID
+    assert by_tag > 0
