@@ -29,7 +29,7 @@ from mempo_ray.algo.advantage import (
     mini_batches,
 )
 from mempo_ray.algo.kl_reward import kl_request, next_kl_coef, trajectory_kl
-from mempo_ray.algo.memory_reward import MemoryRequest, MemorySample, build_request, memory_rewards
+from mempo_ray.algo.memory_reward import MemoryRequest, MemorySample, build_request, dropped_turns, memory_rewards
 from mempo_ray.config.schema import Config
 from mempo_ray.contracts import (
     EpisodeRequest,
@@ -54,7 +54,6 @@ class Sample:
     finished: Finished
     score: Score | None = None
     memory: tuple[MemorySample, ...] = ()
-    num_dropped: int = 0  # memory samples given up: history too long
     kl: float = 0.0  # Σ_k log π_old − log π_ref, only under kl_in_reward
 
     @property
@@ -169,8 +168,7 @@ class _Judge:
                 kl = group.create_task(self._kl(questions.kl))
         except* MempoError as errors:
             raise errors.exceptions[0] from None
-        num_dropped = questions.memory.num_dropped if questions.memory is not None else 0
-        return Sample(finished, score.result(), memory.result(), num_dropped, kl.result())
+        return Sample(finished, score.result(), memory.result(), kl.result())
 
     async def _memory(self, asked: MemoryRequest | None) -> tuple[MemorySample, ...]:
         if asked is None:
@@ -237,7 +235,11 @@ def assemble(
     plan = TrainPlan(step, version, tuple(items), _mini_batches(kept, config, step))
     return Assembled(
         plan,
-        {**rollout_metrics(samples), **_advantage_metrics(advantages, decision.kept), **memory_metrics(advantages)},
+        {
+            **rollout_metrics(samples, config),
+            **_advantage_metrics(advantages, decision.kept),
+            **memory_metrics(advantages),
+        },
         {
             (item.summary.task_id, item.summary.sibling): (item.outcome_advantage, item.memory_advantage_S)
             for item in items
@@ -281,7 +283,7 @@ def _mini_batches(
     )
 
 
-def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+def rollout_metrics(samples: Sequence[Sample], config: Config) -> dict[str, float]:
     """Outcome, shares and lengths; means over scored trajectories, shares over all of them."""
     scored = [s for s in samples if s.excluded_because is None]
     summaries = [s.finished.summary for s in scored]
@@ -289,7 +291,6 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "rollout/num_trajectories": float(len(samples)),
         "rollout/excluded_share": 1 - len(scored) / max(1, len(samples)),
         "rollout/num_reencoded": float(sum(s.finished.summary.num_reencoded for s in samples)),
-        "memory/num_dropped": float(sum(s.num_dropped for s in samples)),
     }
     if not scored:
         return metrics
@@ -302,6 +303,7 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "rollout/output_tokens": float(sum(s.num_output_tokens for s in summaries)),
         "rollout/output_tokens_mean": float(np.mean([s.num_output_tokens for s in summaries])),
         "rollout/row_tokens": float(sum(s.num_row_tokens for s in summaries)),
+        "memory/num_dropped": float(sum(len(dropped_turns(s, config.memory_reward)) for s in summaries)),
         "rollout/memory_turn_share": float(np.mean([m > 0 for s in summaries for m in s.memory_tokens_S])),
     }
     reasons = [s.end_reason.value for s in summaries]

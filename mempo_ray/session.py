@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 
 from mempo_ray.actors.cluster import connected
 from mempo_ray.actors.fleet import Fleet, open_fleet
@@ -30,12 +29,12 @@ from mempo_ray.cold_start import history_ids, run_cold_start, turn_text, written
 from mempo_ray.config.load import resolved_yaml
 from mempo_ray.config.models import model_folder, read_model_shape
 from mempo_ray.config.schema import Config
-from mempo_ray.contracts import EpisodeRequest, Passage, Scored, Task, TrajectoryBatch
+from mempo_ray.contracts import EpisodeRequest, Passage, Task, TrajectoryBatch
 from mempo_ray.data.oracle import OracleTrajectory, oracle_trajectories
 from mempo_ray.data.tasks import TaskSource, read_tasks
 from mempo_ray.data.world import same_atlas
 from mempo_ray.errors import ConfigError, TrainingError
-from mempo_ray.evaluation.metrics import Evaluated, aggregate, paired_interval, token_costs
+from mempo_ray.evaluation.metrics import Evaluated, aggregate, evaluated, paired_interval
 from mempo_ray.evaluation.probes import ProbeContexts, probe_ratios
 from mempo_ray.experience import Assembled, Collected, Sample, adapted_kl_coef, assemble, collect
 from mempo_ray.observability.metrics import Fanout, JsonlSink, TrackerSink
@@ -47,6 +46,7 @@ from mempo_ray.observability.timing import StageTimer
 from mempo_ray.placement.plan import make_plan
 from mempo_ray.placement.reserve import cluster_shape
 from mempo_ray.ports import MetricSink
+from mempo_ray.trajectory_log import drifted_turns, log_table, read_memories
 
 
 @dataclass
@@ -194,14 +194,14 @@ class Session:
         """The update, and beside it the trajectory log."""
         step = assembled.plan.step
         self.display.stage(f"step {step}: update")
-        report, drift = await asyncio.gather(
+        report, batches = await asyncio.gather(
             self.fleet.policy.train(assembled.plan),
             self.log_trajectories(f"step_{step:04d}", collected.samples, assembled),
         )
+        drift = sum(drifted_turns(batch, self.renderer, self.config.agent) for batch in batches)
         self.version = report.version
         self.progress.drift_turns += drift
-        gap = report.metrics.get("train/logprob_gap_max", 0.0)
-        self.progress.max_logprob_gap = max(self.progress.max_logprob_gap, gap)
+        self.progress.max_logprob_gap = max(self.progress.max_logprob_gap, report.metrics["policy/logprob_gap_max"])
         return {**report.metrics, "rollout/drift_turns": float(drift)}
 
     async def sync(self) -> dict[str, float]:
@@ -238,19 +238,21 @@ class Session:
 
     # -- trajectory log ---------------------------------------------------------------------------------
 
-    async def log_trajectories(self, name: str, samples: Sequence[Sample], assembled: Assembled | None) -> int:
-        """Write all trajectories with what was said about them; returns the number of drifted turns."""
+    async def log_trajectories(
+        self, name: str, samples: Sequence[Sample], assembled: Assembled | None
+    ) -> list[TrajectoryBatch]:
+        """Write all trajectories with what was said about them; returns the payloads, in the order of the samples."""
         kept = [sample for sample in samples if sample.finished.payload is not None]
         batches = await asyncio.gather(*(self.fleet.payloads.read(s.finished.payload) for s in kept))
         advantages = assembled.advantages if assembled is not None else {}
-        tables = [_log_table(batch, sample, advantages) for batch, sample in zip(batches, kept, strict=True)]
+        tables = [log_table(batch, sample, advantages) for batch, sample in zip(batches, kept, strict=True)]
         await asyncio.to_thread(self.folder.write_trajectories, name, tables)
         excluded = [s for s in samples if s.excluded_because is not None]
         self.folder.append_jsonl(
             "excluded.jsonl",
             [{"file": name, "task_id": s.key[0], "sibling": s.key[1], "reason": s.excluded_because} for s in excluded],
         )
-        return sum(drifted_turns(batch, self.renderer, self.config) for batch in batches)
+        return batches
 
     # -- evaluation -------------------------------------------------------------------------------------
 
@@ -271,20 +273,23 @@ class Session:
                 self.version,
                 self.display.advance,
             )
-        results = [_evaluated(s) for s in collected.samples if s.excluded_because is None]
-        excluded = len(requests) - len(results)
+        kept = [s for s in collected.samples if s.excluded_because is None]
+        excluded = len(requests) - len(kept)
         if excluded > self.config.run.max_excluded_share * len(requests):
-            reasons = sorted({s.excluded_because or "" for s in collected.samples} - {""})
-            raise TrainingError(
-                f"evaluation: {excluded} of {len(requests)} episodes are excluded: {'; '.join(reasons)}"
-            )
+            reasons = "; ".join(sorted({s.excluded_because or "" for s in collected.samples} - {""}))
+            raise TrainingError(f"evaluation: {excluded} of {len(requests)} episodes are excluded: {reasons}")
         kind = "eval" if forced is None else "eval_swapped"
-        await self.log_trajectories(f"{kind}_{name}", collected.samples, None)
-        return results, {**aggregate(results), "eval/num_excluded": float(excluded)}
+        batches = await self.log_trajectories(f"{kind}_{name}", kept, None)
+        results = [evaluated(batch.trajectories()[0]) for batch in batches]
+        return results, {
+            **aggregate(results),
+            "eval/reward_mean": float(np.mean([s.score.score for s in kept])),
+            "eval/num_excluded": float(excluded),
+        }
 
     async def evaluate_swapped(self, name: str) -> float:
         """EM when each `<mem>` is one of another question (recorded by `evaluate(name)`)."""
-        table = await asyncio.to_thread(_read_memories, self.folder.trajectory_file(f"eval_{name}"))
+        table = await asyncio.to_thread(read_memories, self.folder.trajectory_file(f"eval_{name}"))
         tasks = list(table)
         swapped = dict(zip(tasks, swapped_memories([table[task] for task in tasks]), strict=True))
         _, values = await self.evaluate(name, swapped)
@@ -449,62 +454,6 @@ def find_checkpoint(config: Config, runs: Path) -> Path | None:
 def _corpus(config: Config) -> Iterable[Passage]:
     """Passages of the synthetic worlds, where the configuration searches them."""
     return same_atlas(config.data.train, config.data.eval).passages() if config.retrieval.corpus == "synthetic" else ()
-
-
-def drifted_turns(batch: TrajectoryBatch, renderer: Renderer, config: Config) -> int:
-    """Turns whose stored prompt is not the one that their stored history gives: trained ids ≠ sampled ids."""
-    drifted = 0
-    for trajectory in batch.trajectories():
-        history: list[PastTurn] = []
-        for turn in trajectory.turns:
-            expected = renderer.next_prompt(trajectory.turns[0].prompt_ids, history, config.agent)
-            drifted += not np.array_equal(expected, turn.prompt_ids)
-            history.append(PastTurn(turn.output_ids, turn.tool_ids, turn.memory_ids))
-    return drifted
-
-
-def _evaluated(sample: Sample) -> Evaluated:
-    summary, score = sample.finished.summary, sample.score
-    assert isinstance(score, Scored)  # excluded otherwise
-    total, peak = token_costs(summary)
-    return Evaluated(
-        summary.task_id, float(score.extra["em"]), float(score.extra["f1"]), summary.format_valid, total, peak
-    )
-
-
-def _log_table(batch: TrajectoryBatch, sample: Sample, advantages: Mapping) -> pa.Table:
-    """The payload's columns and, repeated by row, score, advantages and memory samples of its trajectory."""
-    num_rows = len(batch)
-    outcome, memory_S = advantages.get(sample.key, (None, (None,) * num_rows))
-    by_turn = {m.turn: m for m in sample.memory}
-    score = sample.score
-    columns = {
-        "score": [score.score if isinstance(score, Scored) else None] * num_rows,
-        "excluded_because": pa.array([sample.excluded_because] * num_rows, pa.string()),
-        "outcome_advantage": pa.array([outcome] * num_rows, pa.float64()),
-        "memory_advantage": pa.array(memory_S, pa.float64()),
-        "p_mem": pa.array([by_turn[t].p_mem if t in by_turn else None for t in range(num_rows)], pa.float64()),
-        "p_full": pa.array([by_turn[t].p_base if t in by_turn else None for t in range(num_rows)], pa.float64()),
-        "memory_reward": pa.array([by_turn[t].reward if t in by_turn else None for t in range(num_rows)], pa.float64()),
-        "scorer_version": pa.array(
-            [by_turn[t].scorer_version if t in by_turn else None for t in range(num_rows)], pa.int64()
-        ),
-    }
-    table = batch.to_arrow()
-    for name, values in columns.items():
-        table = table.append_column(name, pa.array(values, pa.float64()) if isinstance(values, list) else values)
-    return table
-
-
-def _read_memories(path: Path) -> dict[str, list[list[int]]]:
-    """task_id → memory ids of each turn, of a trajectory log."""
-    import pyarrow.parquet as pq
-
-    table = pq.read_table(path, columns=["task_id", "memory_ids"])
-    memories: dict[str, list[list[int]]] = {}
-    for task_id, ids in zip(table["task_id"].to_pylist(), table["memory_ids"].to_pylist(), strict=True):
-        memories.setdefault(task_id, []).append(ids)
-    return memories
 
 
 def _world(trajectory: OracleTrajectory) -> object:

@@ -37,7 +37,7 @@ from mempo_ray.actors.rollout import RemoteRolloutActor, max_concurrency
 from mempo_ray.actors.weight_sync import sync_engines
 from mempo_ray.agent.tokenizer import FileTokenizer
 from mempo_ray.algo.memory_reward import plan_probes
-from mempo_ray.config.schema import Config, MemoryReward
+from mempo_ray.config.schema import Config
 from mempo_ray.contracts import (
     EpisodeRequest,
     Finished,
@@ -48,7 +48,6 @@ from mempo_ray.contracts import (
     Score,
     SftBatch,
     StepReport,
-    Task,
     TrainPlan,
     TrajectoryBatch,
     TrajectorySummary,
@@ -99,7 +98,7 @@ class RayPolicy:
 
     async def fit(self, batch: SftBatch, lr: float, num_target_tokens: int) -> Mapping[str, float]:
         """One supervised optimiser step; `num_target_tokens` is the loss's denominator."""
-        return await self._command("fit", PayloadRef("sft", ray.put(batch)), lr, num_target_tokens)
+        return await self._command("fit", batch, lr, num_target_tokens)
 
     async def freeze_reference(self) -> None:
         """Keep the present weights as π_ref and start RL with a fresh optimiser."""
@@ -497,7 +496,7 @@ class _Actors:
 
     def agent_loop(self, index: int) -> ActorHandle:
         options = self._options("agent_loop", index)
-        probe_texts = functools.partial(_probe_texts, settings=self.config.memory_reward)
+        probe_texts = functools.partial(plan_probes, settings=self.config.memory_reward)
         return RemoteAgentLoopWorker.options(**options, max_restarts=-1, max_concurrency=16).remote(
             index, self.config.agent, self.config.rollout, str(self.model_dir), probe_texts
         )
@@ -516,8 +515,3 @@ class _Actors:
     def executor(self, ranks: Sequence[ActorHandle]) -> ActorHandle:
         gang = GangRunner(ranks, self.config.batch_executor.command_timeout_s)
         return BatchExecutorActor.options(**self._options("batch_executor", 0)).remote(self.config.batch_executor, gang)
-
-
-def _probe_texts(task: Task, settings: MemoryReward) -> list[tuple[str, int]]:
-    """`algo` decides which golds are probed, `agent` encodes them; siblings do not import each other."""
-    return [(probe.text, probe.objective) for probe in plan_probes(task, settings)]

@@ -213,21 +213,29 @@ class MemoryReward(Section):
     weight: NonNegative = 1.0
     """λ of §4. 0 turns memory scoring off (plain GRPO)."""
     baseline: Literal["full_history", "previous_memory", "question_only", "none"] = "full_history"
+    """What P_mem is compared with (algorithm.md §3)."""
     transform: Literal["probability", "logprob", "sign"] = "probability"
+    """What the difference is taken of."""
     dead_band: NonNegative = 0.01
     """`transform: sign` gives 0 inside ± this."""
     gate: Literal["always", "success_only", "format_ok"] = "always"
+    """Which trajectories get a memory reward."""
     turns: Literal["all", "exclude_first", "final_only"] = "all"
+    """Which turns are scored."""
     scorer: Literal["live", "reference"] = "live"
+    """Whose log-probs score: today's policy, or the frozen reference."""
     alias: Literal["first", "max", "mean"] = "first"
+    """Which of several gold aliases is probed."""
     objectives: Literal["joined", "per_objective"] = "joined"
     """Several objectives: one probe joined with '; ', or a probe each, differences averaged."""
     pool: Literal["group_turns", "turn_index", "trajectory"] = "group_turns"
+    """Over which samples the memory advantage is normalised (§4)."""
     min_std: NonNegative = 1e-4
     """Pools with a smaller standard deviation are flat; use 1e-3 with a bf16 scorer."""
     max_history_tokens: Annotated[int, Field(ge=0)] = 0
     """0 = no limit. Above it the sample is dropped and counted, or the history truncated."""
     long_history: Literal["drop", "truncate"] = "drop"
+    """What happens to a history above `max_history_tokens`."""
     streaming: bool = True
     """Score a trajectory when it ends, beside generation."""
 
@@ -236,6 +244,7 @@ class GroupFilter(Section):
     """Groups whose outcome and memory pools are both flat (M14)."""
 
     mode: Literal["off", "drop", "resample"] = "off"
+    """What happens to such a group."""
     max_resamples: Annotated[int, Field(ge=0)] = 2
     """Rounds of new tasks sampled to replace dropped groups."""
 
@@ -244,7 +253,9 @@ class AdaptiveKL(Section):
     """κ ← κ·(1 + clip(KL/target − 1, ±0.2)·n/horizon)."""
 
     target: Positive = 0.1
+    """KL per token that κ is steered to."""
     horizon: Positive = 10_000
+    """Trajectories over which κ adapts."""
 
 
 class Algorithm(Section):
@@ -256,30 +267,38 @@ class Algorithm(Section):
     """Advantage of a group of one."""
     normalize_by_std: bool = True
     """false = Dr. GRPO, together with `aggregation: trajectory_sum_norm`."""
-    gamma: Share = 1.0
-    gae_lambda: Share = 1.0
     policy_loss: str = "ppo_clip"
     """Registered policy loss."""
     combine: Literal["add", "success_only", "positive_only"] = "add"
+    """How outcome and memory advantage become one (§4)."""
     rows: Literal["per_turn", "concatenated"] = "per_turn"
     """'concatenated' is the ablation that shows evicted history to the policy."""
     aggregation: Literal["trajectory_mean", "token_mean", "trajectory_sum", "trajectory_sum_norm"] = "trajectory_mean"
+    """How token losses become one number (§5)."""
     norm_length: Annotated[int, Field(ge=0)] = 0
     """Divisor of trajectory_sum_norm (required with it)."""
     clip_low: Positive = 0.2
+    """Lower clip of the ratio π/π_old: 1 − this."""
     clip_high: Positive = 0.2
+    """Upper clip of the ratio: 1 + this."""
     dual_clip: Annotated[float, Field(gt=1)] = 3.0
+    """Bound of the ratio where the advantage is negative."""
     sampler_correction: bool = True
     """Weight exp(log π_old − log π_sampler), capped by `correction_cap`, on the surrogate."""
     correction_cap: Positive = 2.0
+    """Largest weight of `sampler_correction`."""
     entropy_bonus: NonNegative = 0.0
+    """Coefficient of the entropy, per token."""
     kl_coef: NonNegative = 1e-3
     """β of the loss term; 0 needs no reference model."""
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
+    """Estimator of the KL to the reference."""
     kl_in_reward: bool = False
+    """Subtract κ·KL from the token rewards in place of a loss term."""
     kl_reward_coef: NonNegative = 1e-3
     """κ; with `adaptive_kl` its start."""
     adaptive_kl: AdaptiveKL | None = None
+    """Steer κ; absent = fixed."""
     mini_batches: Count = 1
     """Optimiser steps per batch."""
     epochs: Count = 1
@@ -310,35 +329,47 @@ class Policy(Section):
     autocast: Literal["none", "bfloat16"] = "none"
     """Autocast of matrix products (CPU speed)."""
     lr: Positive = 1e-6
+    """Peak learning rate of AdamW."""
     schedule: Literal["constant", "cosine"] = "constant"
+    """After the warm-up: constant, or cosine to 0 over the run."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Optimiser steps over which the rate rises from 0."""
     weight_decay: NonNegative = 0.0
+    """Decoupled weight decay."""
     betas: tuple[Share, Share] = (0.9, 0.999)
+    """AdamW's β1 and β2."""
     eps: Positive = 1e-8
+    """AdamW's ε."""
     max_grad_norm: Positive = 1.0
+    """Gradients are scaled down to this norm."""
     micro_batch_tokens: Count = 16384
     """Token budget of one forward and backward per rank; no row may be longer."""
     activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
     cpu_offload: bool = False
     """Optimiser state and reference stay in host memory."""
     threads: Count = 1
     """CPU threads per rank."""
     device: Literal["cpu", "cuda"] = "cpu"
+    """Where the ranks run."""
     recovery_every: Annotated[int, Field(ge=0)] = 0
     """Steps between node-local recovery checkpoints; 0 = none."""
     startup_timeout_s: Positive = 300
+    """Deadline of the gang's start."""
 
 
 class WeightSync(Section):
     transport: Literal["auto", "pull", "nccl", "ipc"] = "auto"
     """auto = CUDA IPC when colocated, NCCL for a fixed pool on GPUs, pull elsewhere."""
     timeout_s: Positive = 120
+    """Deadline of one sync, proofs included."""
     max_gap: Positive = 1e-3
     """Largest |Δ log-prob| of the proof sequence that counts as verified (float32; use 0.05 with a bf16 engine)."""
 
 
 class Placement(Section):
     layout: Literal["cpu", "colocated", "disaggregated"] = "cpu"
+    """cpu; or GPUs shared by ranks and engines in turn, or apart."""
     num_gpus: Annotated[int, Field(ge=0)] = 0
     """GPUs of the run in all; 0 = by role."""
     num_cpus: Positive = 1.0
@@ -357,6 +388,7 @@ class Eval(Section):
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between evaluations; 0 = only at the end."""
     before_train: bool = True
+    """Evaluate before the first step too."""
     tasks: Count = 200
     """Held-out questions, always the same ones."""
     memory_swap: bool = False

@@ -232,7 +232,7 @@ class Batch:
         columns = {
             n: pa.LargeListArray.from_arrays(pa.array(c.offsets), pa.array(c.values)) for n, c in self.ragged.items()
         }
-        columns |= {n: pa.array(c) for n, c in self.fixed.items()}
+        columns |= {n: _fixed_array(c) for n, c in self.fixed.items()}
         columns |= {n: self.table.column(n) for n in self.table.column_names}
         return pa.table(columns)
 
@@ -241,6 +241,13 @@ class Batch:
 
     def _like(self, ragged: Mapping, fixed: Mapping, table: pa.Table) -> Self:
         return type(self)(ragged, fixed, table, self.meta)
+
+
+def _fixed_array(values: np.ndarray) -> pa.Array:
+    """[S] as numbers, [S, n] as fixed-size lists."""
+    if values.ndim == 1:
+        return pa.array(values)
+    return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
 
 
 def _equal(a: Batch, b: Batch, name: str) -> bool:

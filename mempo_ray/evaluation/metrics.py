@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mempo_ray.contracts import TrajectorySummary
+from mempo_ray.contracts import Trajectory, TrajectorySummary
+from mempo_ray.rewards.scorers.text import exact_match, f1, score_objectives
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,14 @@ class Evaluated:
     format_valid: bool
     total_tokens: int
     peak_tokens: int
+
+
+def evaluated(trajectory: Trajectory) -> Evaluated:
+    """EM and F1 of the answer alone, whatever the format verdict and the configured scorer say."""
+    golds = trajectory.task.golds
+    em, f1_ = (score_objectives(trajectory.answer, golds, multi_objective="mean", match=m) for m in (exact_match, f1))
+    total, peak = token_costs(trajectory.summary())
+    return Evaluated(trajectory.task.task_id, em.score, f1_.score, trajectory.format_valid, total, peak)
 
 
 def token_costs(summary: TrajectorySummary) -> tuple[int, int]:

@@ -20,7 +20,7 @@ SHOWN = {
     "memory/p_base": ("P_full", "{:.3f}"),
     "rollout/format_valid_share": ("format", "{:.2f}"),
     "rollout/output_tokens_per_s": ("tok/s", "{:,.0f}"),
-    "train/grad_norm": ("|grad|", "{:.2f}"),
+    "policy/grad_norm": ("|grad|", "{:.2f}"),
     "time/step_s": ("s/step", "{:.1f}"),
 }
 PLAIN_EVERY_S = 10.0

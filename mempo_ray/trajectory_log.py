@@ -1,0 +1,67 @@
+"""The trajectory log: every token of a step with what was said about it, one Parquet row a turn (X4).
+
+Beside the payload's columns (contracts/trajectory.py) a row has, repeated over its trajectory: `score`,
+`excluded_because`, `outcome_advantage`; and of its own turn: `memory_advantage`, `p_mem`, `p_full`, `memory_reward`,
+`scorer_version`. Null: there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mempo_ray.agent.prompt import PastTurn, Renderer
+from mempo_ray.config.schema import Agent
+from mempo_ray.contracts import Scored, TrajectoryBatch
+from mempo_ray.experience import Sample
+
+Advantages = Mapping[tuple[str, int], tuple[float, tuple[float, ...]]]
+"""(task id, sibling) → outcome advantage, memory advantage by turn (experience.Assembled.advantages)."""
+
+
+def log_table(batch: TrajectoryBatch, sample: Sample, advantages: Advantages) -> pa.Table:
+    """The log rows of one trajectory."""
+    num_rows = len(batch)
+    outcome, memory_S = advantages.get(sample.key, (None, (None,) * num_rows))
+    by_turn = {m.turn: m for m in sample.memory}
+    memory = [by_turn.get(turn) for turn in range(num_rows)]
+    score = sample.score.score if isinstance(sample.score, Scored) else None
+    columns = {
+        "score": pa.array([score] * num_rows, pa.float64()),
+        "excluded_because": pa.array([sample.excluded_because] * num_rows, pa.string()),
+        "outcome_advantage": pa.array([outcome] * num_rows, pa.float64()),
+        "memory_advantage": pa.array(memory_S, pa.float64()),
+        "p_mem": pa.array([m and m.p_mem for m in memory], pa.float64()),
+        "p_full": pa.array([m and m.p_base for m in memory], pa.float64()),
+        "memory_reward": pa.array([m and m.reward for m in memory], pa.float64()),
+        "scorer_version": pa.array([m and m.scorer_version for m in memory], pa.int64()),
+    }
+    table = batch.to_arrow()
+    for name, values in columns.items():
+        table = table.append_column(name, values)
+    return table
+
+
+def drifted_turns(batch: TrajectoryBatch, renderer: Renderer, agent: Agent) -> int:
+    """Turns whose stored prompt is not the one that their stored history gives: trained ids ≠ sampled ids."""
+    drifted = 0
+    for trajectory in batch.trajectories():
+        history: list[PastTurn] = []
+        for turn in trajectory.turns:
+            expected = renderer.next_prompt(trajectory.turns[0].prompt_ids, history, agent)
+            drifted += not np.array_equal(expected, turn.prompt_ids)
+            history.append(PastTurn(turn.output_ids, turn.tool_ids, turn.memory_ids))
+    return drifted
+
+
+def read_memories(path: Path) -> dict[str, list[list[int]]]:
+    """task_id → memory ids of each turn, from a logged evaluation."""
+    table = pq.read_table(path, columns=["task_id", "memory_ids"])
+    memories: dict[str, list[list[int]]] = {}
+    for task_id, ids in zip(table["task_id"].to_pylist(), table["memory_ids"].to_pylist(), strict=True):
+        memories.setdefault(task_id, []).append(ids)
+    return memories
