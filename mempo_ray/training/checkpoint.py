@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pyarrow.fs as pafs
@@ -31,6 +32,19 @@ State = Mapping[str, Mapping[str, Tensor]]
 """section → name → tensor; sharded ones as DTensor."""
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What a checkpoint says beside its tensors. `extra` is the caller's own (driver state), JSON only."""
+
+    architecture: Mapping[str, object]  # `model.architecture`
+    sections: Sequence[str]
+    version: int
+    schedule_step: int
+    checksums: Mapping[str, str]  # by section, `model.checksum`; of the reference: the hash of π_ref
+    num_ranks: int
+    extra: Mapping[str, object]
+
+
 def is_complete(uri: str) -> bool:
     """Does a whole checkpoint stand at this path or URI?"""
     if not _is_remote(uri):
@@ -39,8 +53,8 @@ def is_complete(uri: str) -> bool:
     return filesystem.get_file_info(f"{path}/{MARKER}").type == pafs.FileType.File
 
 
-def save(uri: str, state: State, facts: Mapping[str, object], gang: Gang) -> None:
-    """Write a complete checkpoint. Collective. One that stands there already is replaced.
+def save(uri: str, state: State, facts: Facts, gang: Gang) -> None:
+    """Write a complete checkpoint, replacing one that stands there. Collective; all ranks must see a local path.
 
     Raises:
         OSError: the folder cannot be written.
@@ -48,7 +62,7 @@ def save(uri: str, state: State, facts: Mapping[str, object], gang: Gang) -> Non
     with _staging(uri, gang, fetch=False) as folder:
         _save_tensors(folder, state, gang)
         if gang.rank == 0:
-            (folder / FACTS).write_text(json.dumps(facts, indent=1))
+            (folder / FACTS).write_text(json.dumps(asdict(facts), indent=1))
         gang.barrier()
         if _is_remote(uri):
             _upload(folder, uri)
@@ -67,7 +81,7 @@ def _save_tensors(folder: Path, state: State, gang: Gang) -> None:
     dcp.save(_flat(state), storage_writer=dcp.FileSystemWriter(folder / "state"))
 
 
-def load(uri: str, state: State, architecture: Mapping[str, object], gang: Gang) -> dict[str, object]:
+def load(uri: str, state: State, architecture: Mapping[str, object], gang: Gang) -> Facts:
     """Fill the tensors of `state` in place; returns the facts. Collective.
 
     Raises:
@@ -77,13 +91,13 @@ def load(uri: str, state: State, architecture: Mapping[str, object], gang: Gang)
     if not is_complete(uri):
         raise ConfigError(f"run.resume: {uri} holds no complete checkpoint (no file {MARKER}); name another or ''")
     with _staging(uri, gang, fetch=True) as folder:
-        facts = json.loads((folder / FACTS).read_text())
-        if facts["architecture"] != dict(architecture):
+        facts = Facts(**json.loads((folder / FACTS).read_text()))
+        if facts.architecture != dict(architecture):
             raise ConfigError(
-                f"run.resume: {uri} is a checkpoint of another model: {_words(facts['architecture'])}; "
+                f"run.resume: {uri} is a checkpoint of another model: {_words(facts.architecture)}; "
                 f"policy.model has {_words(architecture)}. Set policy.model to that model or run.resume=''"
             )
-        missing = set(state) - set(facts["sections"])
+        missing = set(state) - set(facts.sections)
         if missing:
             raise ConfigError(
                 f"run.resume: {uri} holds no {sorted(missing)}; it was saved by a run whose configuration needed none "
@@ -112,7 +126,7 @@ def _is_remote(uri: str) -> bool:
 
 
 @contextmanager
-def _staging(uri: str, gang: Gang, *, fetch: bool) -> Iterator[Path]:
+def _staging(uri: str, gang: Gang, *, fetch: bool) -> Generator[Path]:
     """The local folder to write to or read from."""
     if not _is_remote(uri):
         target = Path(uri)

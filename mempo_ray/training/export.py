@@ -87,7 +87,7 @@ class _Writer:
             self._flush()
         self.pending[name] = tensor
         self.pending_bytes += tensor.nbytes
-        digest = hashlib.sha256(tensor.view(torch.uint8).numpy()).hexdigest()
+        digest = hashlib.sha256(tensor.view(torch.uint8).numpy().data).hexdigest()
         self.tensors[name] = TensorInfo(tuple(tensor.shape), self.dtype, digest)
 
     def _flush(self) -> None:

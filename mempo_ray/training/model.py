@@ -3,8 +3,8 @@
     folder ─ empty model (meta) ─ fully_shard ─ each rank copies its shard of each tensor from safetensors
 
 So no rank ever holds more than one whole tensor. Rows are packed into one sequence without padding, and
-`packed_attention` keeps them apart: as fast on CPU as one row at a time, with fewer passes, where a block-diagonal
-mask over the full square is a third slower (docs/results.md).
+`packed_attention` keeps them apart: on one CPU core 790 tokens/s, as fast as a row at a time but in fewer passes, where
+a block-diagonal mask over the full square does 550.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -101,10 +102,10 @@ def _assign_weights(model: nn.Module, folder: Path) -> None:
     with ExitStack() as stack:
         read = _tensor_reader(folder, stack)
         for name, meta in list(model.named_parameters()):
-            full = read(name, tuple(meta.shape)).to(dtype=meta.dtype, device=meta.device_mesh.device_type)
-            loaded = nn.Parameter(
-                distribute_tensor(full, meta.device_mesh, meta.placements, src_data_rank=None), meta.requires_grad
-            )
+            mesh, placements = cast(DTensor, meta).device_mesh, cast(DTensor, meta).placements
+            full = read(name, tuple(meta.shape)).to(dtype=meta.dtype, device=mesh.device_type)
+            local = distribute_tensor(full, mesh, placements, src_data_rank=None)  # no communication: all have read it
+            loaded = nn.Parameter(local, meta.requires_grad)
             for owner, attribute in _places(model, meta):
                 setattr(owner, attribute, loaded)
 

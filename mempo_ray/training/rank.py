@@ -11,7 +11,8 @@ from __future__ import annotations
 import importlib
 import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -27,8 +28,10 @@ from mempo_ray.contracts import (
     PublishCommand,
     SaveCommand,
     ScoreCommand,
+    SftBatch,
     SftCommand,
     TrainCommand,
+    TrajectoryBatch,
     WeightManifest,
 )
 from mempo_ray.errors import ConfigError, DataError, TrainingError, WorkerFailed
@@ -36,7 +39,7 @@ from mempo_ray.training import checkpoint
 from mempo_ray.training.export import export, prove
 from mempo_ray.training.logprobs import row_logprobs
 from mempo_ray.training.model import architecture, checksum, copy_weights, load_model
-from mempo_ray.training.rows import PolicyRow, Row, expand, policy_rows, supervised_rows
+from mempo_ray.training.rows import Limits, PolicyRow, Row, expand, policy_rows, supervised_rows
 from mempo_ray.training.settings import RankSettings
 from mempo_ray.training.sharding import Gang
 from mempo_ray.training.step import PolicyUpdate, make_optimizer, supervised_step
@@ -65,7 +68,8 @@ class PolicyRank:
             # Frozen weights are only ever used in the forward's dtype, so they are kept in it.
             self.reference = load_model(self.folder, self.policy, gang, dtype=self.forward_dtype, trainable=False)
         self.optimizer = make_optimizer(self.model, self.policy)
-        self.max_tokens = int(getattr(self.model.config, "max_position_embeddings", 0)) or 2**31
+        shape = self.model.config
+        self.limits = Limits(int(shape.vocab_size), int(getattr(shape, "max_position_embeddings", 2**31)))
         self.next_sequence = self.schedule_step = 0
         self.version = version
 
@@ -89,9 +93,9 @@ class PolicyRank:
             case ScoreCommand():
                 return self.score(command, payloads)
             case TrainCommand():
-                return self.train(command, payloads)
+                return self.train(command, cast(Sequence[TrajectoryBatch], payloads))
             case SftCommand():
-                return self.supervise(command, payloads)
+                return self.supervise(command, cast(Sequence[SftBatch], payloads))
             case PublishCommand(uri):
                 return self.publish(uri)
             case FreezeReferenceCommand():
@@ -115,7 +119,7 @@ class PolicyRank:
                     raise DataError(f"request {request.id}: this run keeps no reference model")
                 if request.policy_version not in (None, self.version):
                     raise DataError(f"request {request.id}: wants version {request.policy_version}, not {self.version}")
-                plans.append(expand(request, payloads[index] if index >= 0 else None, self.max_tokens))
+                plans.append(expand(request, payloads[index] if index >= 0 else None, self.limits))
             except DataError as error:
                 plans.append(str(error))
         rows = [row for plan in plans if not isinstance(plan, str) for row in plan]
@@ -133,7 +137,7 @@ class PolicyRank:
 
     # -- optimiser steps ------------------------------------------------------------------------------
 
-    def train(self, command: TrainCommand, payloads: tuple[Batch, ...]) -> dict[str, float]:
+    def train(self, command: TrainCommand, payloads: Sequence[TrajectoryBatch]) -> dict[str, float]:
         """Metrics of the update, equal on all ranks except seconds and memory."""
         started = time.monotonic()
         mini_batches: list[list[PolicyRow]] = [[] for _ in range(command.num_mini_batches)]
@@ -148,7 +152,7 @@ class PolicyRank:
         self.version += metrics["policy/num_optimizer_steps"] > 0
         return metrics | self._costs(started)
 
-    def supervise(self, command: SftCommand, payloads: tuple[Batch, ...]) -> dict[str, float]:
+    def supervise(self, command: SftCommand, payloads: Sequence[SftBatch]) -> dict[str, float]:
         started = time.monotonic()
         rows = supervised_rows(payloads[0]) if payloads else []
         self._refuse_long_rows(rows)
@@ -214,15 +218,15 @@ class PolicyRank:
     def save(self, uri: str, extra: Mapping[str, object]) -> dict[str, str]:
         """Returns the checksum of each section of the state."""
         checksums = self._checksums()
-        facts = {
-            "architecture": architecture(self.model.config),
-            "sections": sorted(self._state()),
-            "version": self.version,
-            "schedule_step": self.schedule_step,
-            "checksums": checksums,
-            "num_ranks": self.gang.world,
-            "extra": dict(extra),
-        }
+        facts = checkpoint.Facts(
+            architecture=architecture(self.model.config),
+            sections=tuple(self._state()),
+            version=self.version,
+            schedule_step=self.schedule_step,
+            checksums=checksums,
+            num_ranks=self.gang.world,
+            extra=extra,
+        )
         checkpoint.save(uri, self._state(), facts, self.gang)
         return checksums
 
@@ -237,12 +241,12 @@ class PolicyRank:
         facts = checkpoint.load(uri, state, architecture(self.model.config), self.gang)
         torch.set_rng_state(state["random"]["torch"])
         found = self._checksums()
-        wrong = [name for name, value in found.items() if facts["checksums"][name] != value]
+        wrong = [name for name, value in found.items() if facts.checksums[name] != value]
         if wrong:
             raise TrainingError(f"checkpoint {uri}: {wrong} differ from what was saved; use an older checkpoint")
-        self.schedule_step = facts["schedule_step"]
-        self.version = facts["version"] if facts["version"] >= self.version else self.version + 1
-        return facts["extra"]
+        self.schedule_step = facts.schedule_step
+        self.version = facts.version if facts.version >= self.version else self.version + 1
+        return facts.extra
 
     def _checksums(self) -> dict[str, str]:
         state = {name: tensors for name, tensors in self._state().items() if name != "random"}

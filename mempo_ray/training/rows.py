@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mempo_ray.contracts import LogProbRequest, Segment, SftBatch, Slice, TrainItem, TrajectoryBatch
+from mempo_ray.contracts import Batch, LogProbRequest, Segment, SftBatch, Slice, TrainItem, TrajectoryBatch
 from mempo_ray.errors import DataError
 
 
@@ -60,13 +60,23 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return groups
 
 
-def expand(request: LogProbRequest, payload: TrajectoryBatch | None, max_tokens: int) -> list[Row]:
+@dataclass(frozen=True)
+class Limits:
+    """What the model can be asked: ids below `vocab_size`, rows of at most `max_tokens`."""
+
+    vocab_size: int
+    max_tokens: int
+
+
+def expand(request: LogProbRequest, payload: Batch | None, limits: Limits) -> list[Row]:
     """The forest as plain sequences: one row per marked segment, in the order of `request.marked`.
 
     Raises:
         DataError: a slice that the payload does not hold, a length that is not the segment's, a target without a
-            token before it, a row above `max_tokens` (what the model can see).
+            token before it, a parent that does not precede its child, or a row outside `limits`.
     """
+    if any(segment.parent >= index for index, segment in enumerate(request.segments)):
+        raise DataError(f"request {request.id}: a segment's parent must precede it")
     ids = [_segment_ids(request, segment, payload) for segment in request.segments]
     rows = []
     for marked in request.marked:
@@ -78,13 +88,15 @@ def expand(request: LogProbRequest, payload: TrajectoryBatch | None, max_tokens:
             raise DataError(f"request {request.id}: targets {start}:{stop} of a segment of {len(ids[marked])} tokens")
         if offset + start == 0:
             raise DataError(f"request {request.id}: the first token of a row has no token to be predicted from")
-        if len(ids_T) > max_tokens:
-            raise DataError(f"request {request.id}: a row of {len(ids_T)} tokens; the model sees {max_tokens}")
+        if len(ids_T) > limits.max_tokens:
+            raise DataError(f"request {request.id}: a row of {len(ids_T)} tokens; the model sees {limits.max_tokens}")
+        if ids_T.min() < 0 or ids_T.max() >= limits.vocab_size:
+            raise DataError(f"request {request.id}: a token id outside the vocabulary of {limits.vocab_size}")
         rows.append(Row(ids_T, np.arange(offset + start, offset + stop), request.temperature))
     return rows
 
 
-def _segment_ids(request: LogProbRequest, segment: Segment, payload: TrajectoryBatch | None) -> np.ndarray:
+def _segment_ids(request: LogProbRequest, segment: Segment, payload: Batch | None) -> np.ndarray:
     source = segment.ids
     if isinstance(source, Slice):
         if payload is None or source.column not in payload.ragged or not 0 <= source.row < len(payload):

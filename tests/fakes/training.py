@@ -1,4 +1,4 @@
-"""Small inputs for the policy's tests: a random Qwen2 of two heads, trajectories of random tokens, commands over them."""
+"""Small inputs for the policy's tests: a random Qwen2 of two layers, random trajectories, commands over them."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_a_folder_without_its_marker_is_no_checkpoint(tiny_model, solo_gang, tmp
 def test_a_reference_that_the_checkpoint_lacks_is_a_configuration_error(tiny_model, solo_gang, tmp_path) -> None:
     without = PolicyRank(settings(tiny_model, algorithm={"kl_coef": 0}), solo_gang)
     without.run(0, SaveCommand(str(tmp_path / "c")))
-    with pytest.raises(ConfigError, match="holds no \\['reference'\\].*kl_coef"):
+    with pytest.raises(ConfigError, match=r"holds no \['reference'\].*kl_coef"):
         PolicyRank(settings(tiny_model), solo_gang).run(0, LoadCommand(str(tmp_path / "c")))
 
 

@@ -86,7 +86,7 @@ def test_a_request_for_another_version_or_a_missing_reference_is_an_error_of_its
 def test_gradients_are_those_of_the_equation_for_each_aggregation(
     aggregation, tiny_model, solo_gang, plain_model, monkeypatch
 ) -> None:
-    """Against the loss of §5 written out over one plain forward a turn (old = new, so r = 1; KL to equal weights = 0)."""
+    """Against §5 written out over one plain forward a turn (old = new, so r = 1; KL to equal weights = 0)."""
     tau, norm_length = 0.8, 7
     config = {"aggregation": aggregation, "norm_length": norm_length, "sampler_correction": False}
     rank = PolicyRank(
@@ -237,7 +237,7 @@ def test_a_command_out_of_sequence_is_refused_before_it_runs(tiny_model, solo_ga
 def test_a_row_above_the_budget_names_the_key(tiny_model, solo_gang) -> None:
     rank = PolicyRank(settings(tiny_model, policy={"micro_batch_tokens": 4}), solo_gang)
     command, payloads = train_command(PAYLOADS, OUTCOMES)
-    with pytest.raises(ConfigError, match="policy.micro_batch_tokens=4"):
+    with pytest.raises(ConfigError, match=r"policy\.micro_batch_tokens=4"):
         rank.run(0, command, *payloads)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,9 +12,9 @@ import pytest
 
 from mempo_ray.contracts import Ragged, Segment, SftBatch, Slice
 from mempo_ray.errors import DataError
-from mempo_ray.training.rows import expand, pack, policy_rows, supervised_rows
+from mempo_ray.training.rows import Limits, expand, pack, policy_rows, supervised_rows
 from mempo_ray.training.sft import num_sft_steps, num_target_tokens, sft_batches, sft_lr
-from tests.fakes.training import forest, item, trajectory
+from tests.fakes.training import VOCAB, forest, item, trajectory
 
 
 def sft_batch(num_rows: int) -> SftBatch:
@@ -32,7 +33,7 @@ def test_packing_keeps_the_order_and_the_budget_and_leaves_a_longer_row_alone() 
 def test_a_forest_expands_to_one_row_per_marked_segment_with_slices_read_from_the_payload() -> None:
     payload = trajectory(3)
     prompt, output = payload.ragged["prompt_ids"][0], payload.ragged["output_ids"][0]
-    first, second = expand(forest("f", payload), payload, 512)
+    first, second = expand(forest("f", payload), payload, Limits(VOCAB, 512))
     np.testing.assert_array_equal(first.ids_T, np.concatenate([prompt, output]))
     np.testing.assert_array_equal(first.targets_K, np.arange(len(prompt), len(prompt) + len(output)))
     np.testing.assert_array_equal(second.ids_T, [*prompt, 1, 2, 3])
@@ -48,12 +49,14 @@ def test_a_forest_expands_to_one_row_per_marked_segment_with_slices_read_from_th
         (Segment(-1, (1, 2, 3), 3, (0, 2)), "no token to be predicted from"),
         (Segment(-1, (1, 2, 3), 3, (2, 4)), "targets 2:4"),
         (Segment(-1, tuple(range(20)), 20, (1, 2)), "the model sees 10"),
+        (Segment(-1, (1, VOCAB), 2, (1, 2)), "outside the vocabulary"),
+        (Segment(0, (1, 2), 2, (1, 2)), "must precede"),
     ],
 )
 def test_a_request_that_cannot_be_run_is_refused_by_name(segment: Segment, words: str) -> None:
     payload = trajectory(3)
     with pytest.raises(DataError, match=words):
-        expand(replace(forest("f", payload), segments=(segment,)), payload, 10)
+        expand(replace(forest("f", payload), segments=(segment,)), payload, Limits(VOCAB, 10))
 
 
 def test_a_policy_row_has_its_own_prompt_and_the_memory_advantage_on_mem_tokens_only() -> None:
@@ -104,7 +107,7 @@ def test_the_supervised_rate_rises_over_the_warm_up_and_falls_to_nothing() -> No
     rates = [sft_lr(step, 100, 2.0, 0.1) for step in range(100)]
     assert rates[0] == pytest.approx(0.2)
     assert rates[9] == rates[10] == 2.0
-    assert all(a > b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(rates[10:]))
     assert 0 < rates[-1] < 0.01
     assert sft_lr(0, 1, 2.0, 0.0) == 2.0
 
