@@ -116,20 +116,26 @@ def _override(word: str):
 
 
 def _dotted(raw: Mapping, prefix: str = "") -> Iterator[str]:
-    """Dotted keys of sections and leaves, as far down as the schema has sections."""
+    """Dotted keys of the leaves."""
     for name, value in raw.items():
         key = f"{prefix}{name}"
-        yield key
-        if isinstance(value, Mapping) and key in fields():
+        if isinstance(value, Mapping) and value:
             yield from _dotted(value, f"{key}.")
+        else:
+            yield key
 
 
 def _unknown_key(key: str) -> str:
-    nearest = difflib.get_close_matches(key, fields(), n=1, cutoff=0.4)
-    if not nearest:  # a right name in a wrong section: compare last parts
-        by_name = {known.rpartition(".")[2]: known for known in fields()}
-        nearest = [by_name[n] for n in difflib.get_close_matches(key.rpartition(".")[2], by_name, n=1, cutoff=0.0)]
-    return f"{key}: unknown configuration key. Did you mean {nearest[0]}? All keys: docs/configuration.md."
+    """Name the nearest known key: within the section, then as a whole, then by the last part in any section."""
+    section, _, name = key.rpartition(".")
+    by_name = {known.rpartition(".")[2]: known for known in fields()}
+    siblings = {known.rpartition(".")[2]: known for known in fields() if known.rpartition(".")[0] == section}
+    wholes = {known: known for known in fields()}
+    searches = ((name, siblings, 0.6), (key, wholes, 0.8), (name, by_name, 0.8), (key, wholes, 0.0))
+    for given, candidates, cutoff in searches:
+        if near := difflib.get_close_matches(given, candidates, n=1, cutoff=cutoff):
+            return f"{key}: unknown configuration key. Did you mean {candidates[near[0]]}? See docs/configuration.md."
+    raise AssertionError("a cutoff of 0 always matches")
 
 
 def _mistake(item: Mapping) -> str:

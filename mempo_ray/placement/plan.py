@@ -341,7 +341,8 @@ def _wants(plan: Plan, attribute: str, unit: str) -> str:
         each = getattr(role, attribute)
         if each:
             times = f" ({role.count} × {each:g})" if role.count > 1 else ""
-            parts.append(f"{role.name} needs {each * role.count:g} {unit}s{times}")
+            total = each * role.count
+            parts.append(f"{role.name} needs {total:g} {unit}{'' if total == 1 else 's'}{times}")
     return ", ".join(parts)
 
 
