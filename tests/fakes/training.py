@@ -1,4 +1,4 @@
-"""Small inputs for the policy's tests: a random Qwen2 of two layers, random trajectories, commands over them."""
+"""Small inputs for the policy's tests: a random model of two layers, random trajectories, commands over them."""
 
 from __future__ import annotations
 
@@ -29,24 +29,25 @@ from mempo_ray.training.settings import RankSettings
 VOCAB = 434
 
 
-def write_tiny_model(folder: Path, *, seed: int = 0, hidden: int = 32) -> Path:
-    """A random, tied Qwen2 of two layers, in a folder as Hugging Face writes it."""
+def write_tiny_model(folder: Path, *, family: str = "qwen2", tied: bool = True, hidden: int = 32) -> Path:
+    """A random model of two layers (qwen2 | llama), in a folder as Hugging Face writes it."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    torch.manual_seed(seed)
-    config = Qwen2Config(
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        family,
         hidden_size=hidden,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
         intermediate_size=2 * hidden,
         vocab_size=VOCAB,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         max_position_embeddings=512,
         initializer_range=0.2,
     )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     (folder / "tokenizer.json").write_text(json.dumps({"stands": "for a tokenizer"}))
     return folder
 

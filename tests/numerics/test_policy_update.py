@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from mempo_ray.contracts import ScoreCommand, SftCommand
+from mempo_ray.contracts import PublishCommand, ScoreCommand, SftCommand
 from mempo_ray.errors import ConfigError, WorkerFailed
 from mempo_ray.training.rank import PolicyRank
 from mempo_ray.training.rows import policy_rows
 from mempo_ray.training.step import learning_rate
-from tests.fakes.training import forest, item, settings, train_command, trajectory
+from tests.fakes.training import forest, item, settings, train_command, trajectory, write_tiny_model
 from tests.unit.training.test_rows import sft_batch
 
 PAYLOADS = [trajectory(seed, num_turns=1 + seed % 3, mask_last=seed % 2 == 1) for seed in range(5)]
@@ -61,6 +61,22 @@ def test_packed_log_probs_are_those_of_one_plain_forward_per_sequence(tiny_model
         assert result.logprobs[0].dtype == np.float32
         np.testing.assert_allclose(result.logprobs[0], expected, atol=1e-5)
         np.testing.assert_allclose(result.logprobs[1], tail, atol=1e-5)
+
+
+def test_another_architecture_with_its_own_head_is_read_and_published_alike(solo_gang, tmp_path) -> None:
+    """SmolLM2 is a Llama; large Qwen2.5 models do not tie their embeddings."""
+    from transformers import AutoModelForCausalLM
+
+    folder = write_tiny_model(tmp_path / "llama", family="llama", tied=False)
+    rank = PolicyRank(settings(folder), solo_gang)
+    train, payloads = train_command(PAYLOADS, OUTCOMES)
+    rank.run(0, train, *payloads)
+    manifest = rank.run(1, PublishCommand(str(tmp_path / "v1"))).value
+    assert "lm_head.weight" in manifest.tensors
+    model = AutoModelForCausalLM.from_pretrained(manifest.uri, dtype=torch.float64)
+    with torch.no_grad():
+        expected = plain_logprobs(model, np.array(manifest.proof.ids), 1.0)
+    np.testing.assert_allclose(manifest.proof.logprobs, expected, atol=1e-5)
 
 
 def test_a_bad_request_among_good_ones_costs_only_itself(tiny_model, solo_gang) -> None:
