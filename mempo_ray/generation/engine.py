@@ -125,13 +125,13 @@ def build_engine(
         from mempo_ray.generation.fake_engine import FakeEngine, random_turns
 
         return FakeEngine(name, random_turns(model_dir, end_of_turn_id), rollout)
-    os.environ.update(process_environment(rollout))
+    os.environ.update(process_environment(rollout, weight_sync))
     with output_to(log_file):  # vLLM logs while it is imported
         from mempo_ray.generation.vllm_engine import VllmEngine
     return VllmEngine(name, model_dir, rollout, weight_sync, end_of_turn_id, log_file)
 
 
-def process_environment(rollout: Rollout) -> dict[str, str]:
+def process_environment(rollout: Rollout, weight_sync: WeightSync) -> dict[str, str]:
     """Variables that vLLM, OpenMP and huggingface_hub read at import or at spawn: set before vLLM is imported."""
     return {
         "OMP_NUM_THREADS": str(rollout.threads),
@@ -141,6 +141,8 @@ def process_environment(rollout: Rollout) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        # Handles of CUDA memory travel to the engine core pickled.
+        **({"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if weight_sync.transport == "ipc" else {}),
         # The sampler compiles one small function at the first log-prob: 15 s and 150 MB on CPU, for nothing there.
         **({"TORCHDYNAMO_DISABLE": "1"} if rollout.enforce_eager else {}),
     }
