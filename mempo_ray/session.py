@@ -21,6 +21,7 @@ import numpy as np
 
 from mempo_ray.actors.cluster import connected
 from mempo_ray.actors.fleet import Fleet, open_fleet
+from mempo_ray.actors.metrics_sink import RaySink
 from mempo_ray.agent.group import siblings
 from mempo_ray.agent.memory import encode_probe, swapped_memories
 from mempo_ray.agent.prompt import PastTurn, Renderer
@@ -43,6 +44,7 @@ from mempo_ray.observability.report import draw_learning_curve, summary_table
 from mempo_ray.observability.resources import MemoryMonitor
 from mempo_ray.observability.run_folder import COMPLETE, RunFolder, newest_checkpoint
 from mempo_ray.observability.timing import StageTimer
+from mempo_ray.observability.transcript import transcript
 from mempo_ray.placement.plan import make_plan
 from mempo_ray.placement.reserve import cluster_shape
 from mempo_ray.ports import MetricSink
@@ -60,6 +62,7 @@ class Progress:
     seconds: float = 0.0  # of earlier processes of this run
     drift_turns: int = 0
     max_logprob_gap: float = 0.0
+    num_samples_shown: int = 0
     cold_start: dict = field(default_factory=dict)  # task_id → [em, format_valid] of the evaluation before RL
     probes: dict = field(default_factory=dict)
 
@@ -199,10 +202,21 @@ class Session:
             self.log_trajectories(f"step_{step:04d}", collected.samples, assembled),
         )
         drift = sum(drifted_turns(batch, self.renderer, self.config.agent) for batch in batches)
+        self._show_samples(collected.samples, batches)
         self.version = report.version
         self.progress.drift_turns += drift
         self.progress.max_logprob_gap = max(self.progress.max_logprob_gap, report.metrics["policy/logprob_gap_max"])
         return {**report.metrics, "rollout/drift_turns": float(drift)}
+
+    def _show_samples(self, samples: Sequence[Sample], batches: Sequence[TrajectoryBatch]) -> None:
+        """Print and log the first trajectories of a run: does the reward see what you think it sees?"""
+        kept = [sample for sample in samples if sample.finished.payload is not None]
+        wanted = self.config.reward.log_samples - self.progress.num_samples_shown
+        for sample, batch in list(zip(kept, batches, strict=True))[: max(0, wanted)]:
+            text = transcript(batch.trajectories()[0], sample.score)
+            self.display.say(text + "\n")
+            self.folder.append_text("samples.txt", text + "\n\n")
+            self.progress.num_samples_shown += 1
 
     async def sync(self) -> dict[str, float]:
         """Publish the policy once; every engine holds and proves it."""
@@ -230,6 +244,7 @@ class Session:
         return {
             **assembled.metrics,
             **await self.fleet.rollouts.stats(),
+            **await self.fleet.policy.stats(),
             "rollout/output_tokens_per_s": tokens / max(collected.generation_s, 1e-9),
             "time/generation_s": collected.generation_s,
             "time/exposed_scoring_s": collected.exposed_s,
@@ -415,6 +430,7 @@ async def open_session(config: Config) -> AsyncIterator[tuple[Session, Path | No
         memory = stack.enter_context(MemoryMonitor())
         display.stage("starting Ray and the actors")
         stack.enter_context(connected(config, folder.root.name))
+        sinks.append(RaySink(folder.root.name))
         plan = make_plan(config, cluster_shape(), read_model_shape(config.policy.model)).require()
         model_dir = model_folder(config.policy.model)
         train_tasks = read_tasks(config.data.train, config.data.question_key, config.data.answer_key)

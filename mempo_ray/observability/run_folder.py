@@ -124,8 +124,11 @@ class RunFolder:
             pq.write_table(pa.concat_tables(tables), self.trajectory_file(name), compression="zstd")
 
     def append_jsonl(self, name: str, rows: Sequence[Mapping]) -> None:
-        with (self.root / name).open("a") as file:
-            file.writelines(json.dumps(row, default=float) + "\n" for row in rows)
+        self.append_text(name, "".join(json.dumps(row, default=float) + "\n" for row in rows))
+
+    def append_text(self, name: str, text: str) -> None:
+        with (self.root / name).open("a", encoding="utf-8") as file:
+            file.write(text)
 
     def read_metrics(self) -> list[dict]:
         if not self.metrics_file.exists():

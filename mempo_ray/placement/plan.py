@@ -34,7 +34,6 @@ PROCESS_GB = {
     "agent_loop": 0.2,
     "reward": 0.2,
     "batch_executor": 0.2,
-    "metrics_sink": 0.1,
 }
 """Resident memory of an idle actor with its imports (GB): torch in a rank, vLLM and its engine process in a rollout."""
 
@@ -205,7 +204,6 @@ def _counts(config: Config) -> dict[str, int]:
         "reward": config.reward.workers,
         "agent_loop": config.agent.workers,
         "batch_executor": 1,
-        "metrics_sink": 1,
     }
 
 
@@ -225,7 +223,6 @@ def _gpus_each(config: Config) -> dict[str, float]:
         "reward": 0,
         "agent_loop": 0,
         "batch_executor": 0,
-        "metrics_sink": 0,
     }
 
 

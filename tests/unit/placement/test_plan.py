@@ -40,7 +40,6 @@ def test_every_actor_has_one_bundle_and_a_sink_needs_none():
     tenants = [tenant for bundle in plan.bundles for tenant in bundle.tenants]
     assert tenants == [("policy", 0), ("rollout", 0), ("retrieval", 0), ("reward", 0), ("agent_loop", 0),
                        ("batch_executor", 0)]  # fmt: skip
-    assert plan.bundle_of("metrics_sink", 0) is None
 
 
 @pytest.mark.parametrize(("layout", "gpus", "bundles"), [("cpu", 0, 12), ("disaggregated", 8, 12), ("colocated", 4, 8)])
