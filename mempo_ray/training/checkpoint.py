@@ -1,6 +1,7 @@
 """Checkpoints: torch DCP for tensors (any number of ranks reads what any other wrote), JSON for facts, marker last.
 
     <uri>/state/      DCP files: weights, optimiser, reference, random state
+    <uri>/hf/         the weights as a Hugging Face folder: what `mempo-ray eval` and `ask` serve
     <uri>/facts.json  architecture, version, schedule step, checksums, the caller's `extra`
     <uri>/COMPLETE    written last: a folder without it is the remains of a crash
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -53,14 +54,18 @@ def is_complete(uri: str) -> bool:
     return filesystem.get_file_info(f"{path}/{MARKER}").type == pafs.FileType.File
 
 
-def save(uri: str, state: State, facts: Facts, gang: Gang) -> None:
+def save(uri: str, state: State, facts: Facts, gang: Gang, write_more: Callable[[Path], object]) -> None:
     """Write a complete checkpoint, replacing one that stands there. Collective; all ranks must see a local path.
+
+    Args:
+        write_more: called on every rank with the checkpoint's folder as it stands before it becomes visible.
 
     Raises:
         OSError: the folder cannot be written.
     """
     with _staging(uri, gang, fetch=False) as folder:
         _save_tensors(folder, state, gang)
+        write_more(folder)
         if gang.rank == 0:
             (folder / FACTS).write_text(json.dumps(asdict(facts), indent=1))
         gang.barrier()

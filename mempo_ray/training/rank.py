@@ -216,7 +216,7 @@ class PolicyRank:
         return self._checksums().get("reference", "")
 
     def save(self, uri: str, extra: Mapping[str, object]) -> dict[str, str]:
-        """Returns the checksum of each section of the state."""
+        """Write a checkpoint with its Hugging Face export; returns the checksum of each section of the state."""
         checksums = self._checksums()
         facts = checkpoint.Facts(
             architecture=architecture(self.model.config),
@@ -227,7 +227,7 @@ class PolicyRank:
             num_ranks=self.gang.world,
             extra=extra,
         )
-        checkpoint.save(uri, self._state(), facts, self.gang)
+        checkpoint.save(uri, self._state(), facts, self.gang, lambda folder: self.publish(str(folder / "hf")))
         return checksums
 
     def load(self, uri: str) -> object:

@@ -201,3 +201,11 @@ def test_a_damaged_model_folder_is_a_configuration_error(damage, words, solo_gan
         save_file({**tensors, "model.norm.weight": torch.ones(5)}, weights_file)
     with pytest.raises(ConfigError, match=words):
         PolicyRank(settings(folder), solo_gang)
+
+
+def test_a_checkpoint_holds_its_weights_as_a_hugging_face_folder(tiny_model, solo_gang, tmp_path) -> None:
+    rank = trained(tiny_model, solo_gang)
+    rank.run(rank.next_sequence, SaveCommand(str(tmp_path / "c")))
+    served = load_file(tmp_path / "c" / "hf" / "model.safetensors")
+    assert all(torch.equal(served[name], tensor) for name, tensor in weights(rank).items())
+    assert (tmp_path / "c" / "hf" / "tokenizer.json").is_file()
