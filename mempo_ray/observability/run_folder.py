@@ -69,8 +69,8 @@ class RunFolder:
     root: Path
 
     @classmethod
-    def create(cls, runs: Path, name: str) -> RunFolder:
-        """Make `<name>-<time>` under `runs` and point `latest` at it.
+    def create(cls, runs: Path, name: str, *, is_latest: bool = True) -> RunFolder:
+        """Make `<name>-<time>` under `runs` and point `latest` at it, unless it is no training run.
 
         Raises:
             ConfigError: the folder cannot be written; names `run.dir`.
@@ -80,7 +80,8 @@ class RunFolder:
             for part in ("trajectories", "checkpoints", "logs"):
                 (root / part).mkdir(parents=True, exist_ok=True)
             folder = cls(root)
-            folder.point_latest()
+            if is_latest:
+                folder.point_latest()
         except OSError as error:
             raise ConfigError(
                 f"run.dir: cannot write to {runs} ({error.strerror}); choose a writable folder"

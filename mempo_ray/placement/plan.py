@@ -27,6 +27,9 @@ GB = 1e9
 CPU_WEIGHTS = {"policy": 4, "rollout": 4, "retrieval": 2, "agent_loop": 1, "reward": 1, "batch_executor": 1}
 """How the run's CPUs are shared out: an actor of a role with weight 4 gets twice that of one with weight 2."""
 
+TRAINING_ROLES = ("policy", "batch_executor")
+"""Roles that a run without training leaves out."""
+
 PROCESS_GB = {
     "policy": 0.6,
     "rollout": 1.4,
@@ -121,12 +124,12 @@ class Plan:
     def role(self, name: str) -> Role:
         return next(r for r in self.roles if r.name == name)
 
-    def bundle_of(self, role: str, index: int) -> int | None:
-        """Index of the bundle that holds an actor; None for a role that asks for nothing."""
+    def bundle_of(self, role: str, index: int) -> int:
+        """Index of the bundle that holds an actor. Raises KeyError for an actor that is not in the plan."""
         for position, bundle in enumerate(self.bundles):
             if (role, index) in bundle.tenants:
                 return position
-        return None
+        raise KeyError(f"the plan has no {role}[{index}]")
 
     def require(self) -> Plan:
         """The plan itself, or PlacementError with every shortage."""
@@ -156,14 +159,17 @@ class Plan:
         return "\n".join(lines)
 
 
-def make_plan(config: Config, shape: ClusterShape, model: ModelShape | None = None) -> Plan:
+def make_plan(
+    config: Config, shape: ClusterShape, model: ModelShape | None = None, *, with_policy: bool = True
+) -> Plan:
     """Bundles for every actor of a run, with what the shape lacks.
 
     Args:
         model: the policy's shape for the memory estimates; None leaves weights out and says so.
+        with_policy: False for a run that only generates (`mempo-ray eval`, `ask`).
     """
     layout = config.placement.layout
-    counts = _counts(config)
+    counts = {name: n for name, n in _counts(config).items() if with_policy or name not in TRAINING_ROLES}
     cpus = _share_cpus(counts, config.placement.num_cpus)
     gpus = _gpus_each(config)
     roles = tuple(
@@ -209,8 +215,8 @@ def _counts(config: Config) -> dict[str, int]:
 
 def _share_cpus(counts: Mapping[str, int], num_cpus: float) -> dict[str, float]:
     """Logical CPUs of one actor of each role; rounded down to Ray's unit, so the sum stays within `num_cpus`."""
-    unit = num_cpus / sum(CPU_WEIGHTS.get(name, 0) * count for name, count in counts.items())
-    return {name: math.floor(1e4 * unit * CPU_WEIGHTS.get(name, 0) + 1e-6) / 1e4 for name in counts}
+    unit = num_cpus / sum(CPU_WEIGHTS[name] * count for name, count in counts.items())
+    return {name: math.floor(1e4 * unit * CPU_WEIGHTS[name] + 1e-6) / 1e4 for name in counts}
 
 
 def _gpus_each(config: Config) -> dict[str, float]:
@@ -227,7 +233,7 @@ def _gpus_each(config: Config) -> dict[str, float]:
 
 
 def _bundles(roles: Sequence[Role], layout: str) -> tuple[Bundle, ...]:
-    tenants = [(r, i) for r in roles for i in range(r.count) if r.cpus or r.gpus]
+    tenants = [(role, index) for role in roles for index in range(role.count)]
     groups: dict[tuple[str, int], list[tuple[Role, int]]] = {}
     for role, index in tenants:
         # colocated: engine i joins rank i; engines beyond the ranks keep a bundle of their own (and are refused)
@@ -242,9 +248,8 @@ def _bundles(roles: Sequence[Role], layout: str) -> tuple[Bundle, ...]:
 
 def _resources(roles: Sequence[Role]) -> dict[str, float]:
     cpus, gpus = sum(r.cpus for r in roles), sum(r.gpus for r in roles)
-    resources = {"CPU": round(cpus, 4)} if cpus else {}
     # a rank alone in the colocated layout still needs a whole GPU
-    return resources | ({"GPU": float(math.ceil(gpus))} if gpus else {})
+    return {"CPU": round(cpus, 4)} | ({"GPU": float(math.ceil(gpus))} if gpus else {})
 
 
 # -- memory -------------------------------------------------------------------------------------------------

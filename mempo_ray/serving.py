@@ -1,0 +1,287 @@
+"""Checkpoints without training: `mempo-ray eval` and `mempo-ray ask`; and `mempo-ray sft`, which makes one.
+
+    checkpoint folder ──▶ Config ──▶ check ──▶ actors without a policy ──▶ greedy episodes ──▶ EvalReport | Trajectory
+
+A checkpoint is a run's `checkpoints/step_…` (its `hf` folder is served, the run's config.yaml and index are used) or
+any Hugging Face folder. The engines vouch for the folder as it lies there (`generation.engine.unproven`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from mempo_ray import preflight
+from mempo_ray.actors.cluster import connected
+from mempo_ray.actors.fleet import Fleet, open_fleet
+from mempo_ray.agent.prompt import Renderer
+from mempo_ray.agent.protocol import parse_turn
+from mempo_ray.agent.tokenizer import FileTokenizer
+from mempo_ray.config.load import load_file
+from mempo_ray.config.models import model_folder, read_model_shape
+from mempo_ray.config.schema import Config
+from mempo_ray.contracts import EpisodeRequest, Task, Trajectory, Turn
+from mempo_ray.data.tasks import read_tasks
+from mempo_ray.errors import ConfigError, InfrastructureError
+from mempo_ray.evaluation.metrics import Evaluated, aggregate, evaluated
+from mempo_ray.generation.engine import unproven
+from mempo_ray.observability.progress import Display, make_display
+from mempo_ray.observability.run_folder import COMPLETE, RunFolder
+from mempo_ray.placement.plan import make_plan
+from mempo_ray.placement.reserve import cluster_shape
+from mempo_ray.session import open_session, synthetic_passages
+
+EXPORT = "hf"
+SHOWN = {
+    "EM": ("eval/em", "{:.3f}"),
+    "F1": ("eval/f1", "{:.3f}"),
+    "format": ("eval/format_valid_share", "{:.2f}"),
+    "TT": ("eval/total_tokens_mean", "{:,.0f}"),
+    "PT": ("eval/peak_tokens_mean", "{:,.0f}"),
+    "questions": ("eval/num_questions", "{:.0f}"),
+}
+"""Columns of the evaluation's table → metric and format. TT: tokens of all turns, PT: of the longest one."""
+
+
+# -- from a checkpoint to a configuration ---------------------------------------------------------------------
+
+
+def served_model(checkpoint: Path) -> Path:
+    """The Hugging Face folder behind `--checkpoint`.
+
+    Raises:
+        ConfigError: an incomplete checkpoint, or a folder that is neither.
+    """
+    if (checkpoint / "facts.json").is_file() and not (checkpoint / COMPLETE).is_file():
+        raise ConfigError(f"--checkpoint: {checkpoint} is an incomplete checkpoint (no file {COMPLETE}); name another")
+    for folder in (checkpoint / EXPORT, checkpoint):
+        if (folder / "config.json").is_file():
+            return folder.resolve()
+    raise ConfigError(
+        f"--checkpoint: {checkpoint} is neither a run's checkpoints/step_… nor a Hugging Face folder (no config.json)"
+    )
+
+
+def served_config(checkpoint: Path, file: Path | None, overrides: Sequence[str]) -> Config:
+    """The configuration of the run that wrote the checkpoint, with its own model and index; then the overrides.
+
+    Args:
+        file: in place of the run's config.yaml; needed for a folder that no run wrote, unless the quickstart's fits.
+
+    Raises:
+        ConfigError: no model there, or a wrong key.
+    """
+    model = served_model(checkpoint)
+    run = next((folder for folder in model.parents[:3] if (folder / "config.yaml").is_file()), None)
+    own = [f"policy.model={json.dumps(str(model))}"]
+    searches_elsewhere = file is not None or any(word.startswith("retrieval.") for word in overrides)
+    if run is not None and (run / "index" / "manifest.json").is_file() and not searches_elsewhere:
+        own.append(f"retrieval.index={json.dumps(str(run / 'index'))}")
+    return load_file(file or (run and run / "config.yaml"), [*own, *overrides])
+
+
+def check(config: Config, tasks: Sequence[Task]) -> None:
+    """The part of the preflight that concerns a run without training. Raises ConfigError or DataError."""
+    preflight.import_plugins(config)
+    preflight.check_names(config)
+    model = preflight.check_model_folder("--checkpoint", config.policy.model)
+    preflight.check_retrieval(config)
+    renderer = Renderer.from_folder(model, FileTokenizer.from_folder(model), config.agent)
+    preflight.check_prompts(config, renderer, model, tasks)
+
+
+@asynccontextmanager
+async def serving(config: Config, name: str, display: Display) -> AsyncIterator[tuple[Fleet, RunFolder]]:
+    """The actors of a run without its policy, and a folder `<name>-<time>` for their logs."""
+    model_dir = model_folder(config.policy.model)
+    folder = RunFolder.create(Path(config.run.dir), name, is_latest=False)
+    display.stage("starting Ray and the actors")
+    with connected(config, folder.root.name):
+        plan = make_plan(config, cluster_shape(), read_model_shape(config.policy.model), with_policy=False).require()
+        passages = () if config.retrieval.index else synthetic_passages(config)
+        async with open_fleet(config, plan, model_dir, folder, passages, with_policy=False) as fleet:
+            display.stage("waiting for the engines")
+            await fleet.rollouts.sync(unproven(str(model_dir)))
+            yield fleet, folder
+
+
+async def greedy_episodes(
+    fleet: Fleet, tasks: Sequence[Task], on_finished: Callable[[], None] = lambda: None
+) -> tuple[list[Trajectory], list[str]]:
+    """One greedy episode per task: the trajectories in order of the tasks, and why others were excluded."""
+    found: dict[str, Trajectory] = {}
+    excluded: list[str] = []
+    async for finished in fleet.rollouts.run([EpisodeRequest(task, 0, 0, greedy=True) for task in tasks]):
+        if finished.summary.end_reason.is_infrastructure or finished.payload is None:
+            excluded.append(f"{finished.summary.end_reason.value}: {finished.summary.detail}")
+        else:
+            (trajectory,) = (await fleet.payloads.read(finished.payload)).trajectories()
+            found[trajectory.task.task_id] = trajectory
+        on_finished()
+    return [found[task.task_id] for task in tasks if task.task_id in found], excluded
+
+
+# -- eval -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """Means over questions, by `data_source` and over all of them (M13)."""
+
+    checkpoint: str
+    data: str
+    by_source: dict[str, dict[str, float]]  # data source → metrics of `evaluation.metrics.aggregate`; "all" comes last
+    num_excluded: int = 0
+
+    @classmethod
+    def of(cls, checkpoint: str, data: str, trajectories: Sequence[Trajectory], num_excluded: int = 0) -> EvalReport:
+        by_source: dict[str, list[Evaluated]] = {}
+        for trajectory in trajectories:
+            by_source.setdefault(trajectory.task.data_source, []).append(evaluated(trajectory))
+        means = {source: aggregate(results) for source, results in sorted(by_source.items())}
+        means["all"] = aggregate([result for results in by_source.values() for result in results])
+        return cls(checkpoint, data, means, num_excluded)
+
+    def to_json(self) -> str:
+        rows = {
+            source: {name.removeprefix("eval/"): value for name, value in metrics.items()}
+            for source, metrics in self.by_source.items()
+        }
+        return json.dumps(
+            {"checkpoint": self.checkpoint, "data": self.data, "num_excluded": self.num_excluded, "results": rows},
+            indent=2,
+        )
+
+    def table(self) -> Table:
+        caption = f"{self.num_excluded} episodes excluded (infrastructure)" if self.num_excluded else None
+        table = Table(title=f"{self.checkpoint} on {self.data}", caption=caption, title_justify="left")
+        table.add_column("data source")
+        for heading in SHOWN:
+            table.add_column(heading, justify="right")
+        for source, metrics in self.by_source.items():
+            if source == "all":
+                table.add_section()
+            table.add_row(source, *(form.format(metrics[key]) for key, form in SHOWN.values() if key in metrics))
+        return table
+
+
+async def evaluate(checkpoint: Path, data: str, file: Path | None, overrides: Sequence[str]) -> EvalReport:
+    """Greedy episodes on every row of `data` (a file or 'synthetic:eval').
+
+    Raises:
+        ConfigError, DataError: what the preflight finds.
+        InfrastructureError: more than `run.max_excluded_share` of the episodes were broken; with the reasons.
+    """
+    config = served_config(checkpoint, file, overrides)
+    tasks = read_tasks(data, config.data.question_key, config.data.answer_key)
+    check(config, tasks)
+    display = make_display(0, Console(stderr=True))
+    try:
+        async with serving(config, "eval", display) as (fleet, folder):
+            display.stage("evaluation", len(tasks))
+            trajectories, excluded = await greedy_episodes(fleet, tasks, display.advance)
+            display.say(f"logs: {folder.root}")
+    finally:
+        display.close()
+    if len(excluded) > config.run.max_excluded_share * len(tasks):
+        raise InfrastructureError(
+            f"eval: {len(excluded)} of {len(tasks)} episodes were broken, above run.max_excluded_share="
+            f"{config.run.max_excluded_share:g}: {'; '.join(sorted(set(excluded))[:5])}"
+        )
+    return EvalReport.of(str(checkpoint), data, trajectories, len(excluded))
+
+
+# -- ask ------------------------------------------------------------------------------------------------------
+
+
+async def ask(checkpoint: Path, question: str, file: Path | None, overrides: Sequence[str]) -> Trajectory:
+    """One greedy episode on a question of one's own. Raises as `evaluate`."""
+    config = served_config(checkpoint, file, overrides)
+    task = Task("ask", question, golds=(), data_source="ask")
+    check(config, [task])
+    display = make_display(0, Console(stderr=True))
+    try:
+        async with serving(config, "ask", display) as (fleet, _):
+            trajectories, excluded = await greedy_episodes(fleet, [task])
+    finally:
+        display.close()
+    if excluded:
+        raise InfrastructureError(f"ask: {excluded[0]}")
+    return trajectories[0]
+
+
+def turn_rows(turn: Turn) -> Iterator[tuple[str, str]]:
+    """(label, text) of what a turn remembered, thought, asked and got; raw where it has no block at all.
+
+    Example: ("memory", "mentor Boko Sari"), ("search", "home Vela"), ("passages", "home Vela Kim .")
+    """
+    blocks = parse_turn([turn.text.encode()]).blocks
+    names = {"mem": "memory", "think": "thought", "search": "search", "answer": "answer"}
+    yield from ((names[block.name], block.text) for block in blocks)
+    if not blocks:
+        yield "text", turn.text
+    if len(turn.tool_ids):
+        yield "passages", turn.tool_text.removeprefix("<tool_response>").removesuffix("</tool_response>")
+    yield "tokens", f"{len(turn.prompt_ids)} in, {len(turn.output_ids)} out"
+
+
+def episode_text(trajectory: Trajectory) -> str:
+    """The episode for a pipe: a block of lines a turn, then how it ended."""
+    lines = [f"question: {trajectory.task.question}"]
+    for number, turn in enumerate(trajectory.turns, start=1):
+        lines.append(f"turn {number}")
+        for label, text in turn_rows(turn):
+            first, *more = text.splitlines() or [""]
+            lines += [f"  {label:<8} {first}", *(f"  {'':<8} {line}" for line in more)]
+    return "\n".join([*lines, outcome(trajectory)])
+
+
+def episode_panels(trajectory: Trajectory) -> Group:
+    """The episode for a terminal: a panel a turn."""
+    styles = {
+        "memory": "bold cyan",
+        "thought": "dim",
+        "search": "yellow",
+        "passages": "green",
+        "answer": "bold magenta",
+    }
+    panels = []
+    for number, turn in enumerate(trajectory.turns, start=1):
+        grid = Table.grid(padding=(0, 2))
+        for label, text in turn_rows(turn):
+            grid.add_row(Text(label, "bold"), Text(text, styles.get(label, "dim")))
+        panels.append(Panel(grid, title=f"turn {number}", title_align="left"))
+    question = Panel(Text(trajectory.task.question, "bold"), title="question", title_align="left")
+    return Group(question, *panels, Text(outcome(trajectory), "bold"))
+
+
+def outcome(trajectory: Trajectory) -> str:
+    """The last line: the answer, or why there is none."""
+    if trajectory.answer is not None:
+        return f"answer: {trajectory.answer}"
+    return f"no answer: the episode ended as {trajectory.end_reason.value} after {len(trajectory.turns)} turns"
+
+
+# -- sft ------------------------------------------------------------------------------------------------------
+
+
+async def sft(config: Config) -> Path:
+    """The cold start alone. Returns the model folder, inside a checkpoint that RL can start from (`run.resume`).
+
+    Raises:
+        ConfigError: the configuration has no `cold_start` section.
+    """
+    if config.cold_start is None:
+        raise ConfigError("cold_start: this configuration has no such section; add one, e.g. cold_start.tasks=512")
+    async with open_session(config, with_engines=False) as (session, _):
+        await session.cold_start()
+        await session.save(0, {})
+        return session.folder.checkpoint(0) / EXPORT
