@@ -16,7 +16,8 @@ from typing import Protocol
 import numpy as np
 
 from mempo_ray.agent.prompt import PastTurn, Renderer, SftRow
-from mempo_ray.config.schema import Config
+from mempo_ray.agent.protocol import write_turn
+from mempo_ray.config.schema import ColdStart, Config
 from mempo_ray.contracts import Ragged, SftBatch, Task
 from mempo_ray.data.oracle import OracleTrajectory, OracleTurn, oracle_trajectories
 from mempo_ray.errors import DataError
@@ -43,6 +44,7 @@ class ColdStartReport:
 
 async def run_cold_start(
     tasks: Sequence[Task],
+    settings: ColdStart,
     config: Config,
     renderer: Renderer,
     search: Search,
@@ -55,7 +57,6 @@ async def run_cold_start(
     Raises:
         DataError: no trajectory was kept; says what the tasks must hold.
     """
-    settings = config.cold_start
     trajectories = await oracle_trajectories(tasks, search, config.agent.top_k)
     if not trajectories:
         raise DataError(
@@ -63,7 +64,7 @@ async def run_cold_start(
             "`decomposition`, synthetic worlds), or the index does not hold their passages; check retrieval.corpus, or "
             "remove the cold_start section and start from a policy that knows the format"
         )
-    rows = sft_rows(trajectories, renderer, config)
+    rows = sft_rows(trajectories, renderer, config, settings.probe_share)
     arguments = (settings.batch_tokens, settings.epochs, config.run.seed)
     total = num_sft_steps(rows, *arguments)
     on_stage("cold start", total)
@@ -76,7 +77,9 @@ async def run_cold_start(
     return ColdStartReport(len(tasks), len(trajectories), len(rows), total, float(np.mean(last)))
 
 
-def sft_rows(trajectories: Sequence[OracleTrajectory], renderer: Renderer, config: Config) -> SftBatch:
+def sft_rows(
+    trajectories: Sequence[OracleTrajectory], renderer: Renderer, config: Config, probe_share: float
+) -> SftBatch:
     """All turns of all trajectories, and the seeded share of scoring-form rows."""
     rng = random.Random(config.run.seed)
     rows: list[SftRow] = []
@@ -86,7 +89,7 @@ def sft_rows(trajectories: Sequence[OracleTrajectory], renderer: Renderer, confi
         turn_rows = renderer.sft_rows(initial, written, config.agent)
         rows += turn_rows
         probes = probe_rows(initial, written, trajectory.task.gold_text, renderer)
-        num_probes = config.cold_start.probe_share * len(turn_rows)
+        num_probes = probe_share * len(turn_rows)
         rows += rng.sample(probes, min(len(probes), int(num_probes) + (rng.random() < num_probes % 1)))
     return SftBatch(
         ragged={
@@ -98,8 +101,7 @@ def sft_rows(trajectories: Sequence[OracleTrajectory], renderer: Renderer, confi
 
 def turn_text(turn: OracleTurn) -> str:
     """One turn in the format of algorithm.md §1."""
-    action = f"<answer>{turn.answer}</answer>" if turn.query is None else f"<search>{turn.query}</search>"
-    return f"<mem>{turn.memory}</mem><think>{turn.thought}</think>{action}"
+    return write_turn(turn.memory, turn.thought, search=turn.query, answer=turn.answer)
 
 
 def written_turns(trajectory: OracleTrajectory, renderer: Renderer, config: Config) -> list[tuple[str, np.ndarray]]:

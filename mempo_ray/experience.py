@@ -36,10 +36,12 @@ from mempo_ray.contracts import (
     Finished,
     LogProbRequest,
     LogProbResult,
+    PayloadRef,
     Score,
     Scored,
     TrainItem,
     TrainPlan,
+    TrajectorySummary,
 )
 from mempo_ray.errors import MempoError, Overloaded, TrainingError
 from mempo_ray.ports import LogProbs, Rewards, Rollouts
@@ -64,6 +66,29 @@ class Sample:
     def excluded_because(self) -> str | None:
         return exclusion_reason(self.finished.summary, self.score)
 
+    def survivor(self) -> Survivor | None:
+        """What the statistics and the update see of it; None: excluded."""
+        if self.excluded_because is not None or self.finished.payload is None or not isinstance(self.score, Scored):
+            return None
+        return Survivor(self.finished.payload, self.finished.summary, self.score.score, self.memory, self.kl)
+
+
+@dataclass(frozen=True)
+class Survivor:
+    """A scored trajectory that counts."""
+
+    payload: PayloadRef
+    summary: TrajectorySummary
+    outcome: float
+    memory: tuple[MemorySample, ...]
+    kl: float
+
+    def as_scored(self, kl_coef: float) -> ScoredTrajectory:
+        penalty = kl_coef * self.kl
+        return ScoredTrajectory(
+            self.outcome, self.summary.num_turns, self.summary.format_valid, self.memory, penalty=penalty
+        )
+
 
 @dataclass(frozen=True)
 class Collected:
@@ -72,6 +97,12 @@ class Collected:
     samples: tuple[Sample, ...]
     generation_s: float  # until the last episode ended
     exposed_s: float  # from there to the last score: what scoring adds to the step
+
+    @classmethod
+    def of(cls, rounds: Sequence[Collected]) -> Collected:
+        """One step out of the rounds of a group filter."""
+        samples = tuple(sample for part in rounds for sample in part.samples)
+        return cls(samples, sum(part.generation_s for part in rounds), sum(part.exposed_s for part in rounds))
 
 
 async def collect(
@@ -182,6 +213,7 @@ class _Judge:
 
     async def _ask(self, request: LogProbRequest) -> LogProbResult:
         """A refused request is offered again until its deadline: back-pressure slows scoring, it loses nothing."""
+        assert self._logprobs is not None  # else there are no questions
         await self.may_ask.wait()
         deadline = time.monotonic() + request.deadline_s
         while True:
@@ -212,23 +244,25 @@ def assemble(
         TrainingError: a turn was sampled by other weights than `version`, or more than `run.max_excluded_share` of the
             trajectories were excluded; the message lists the reasons.
     """
-    survivors = [sample for sample in samples if sample.excluded_because is None]
     _check_excluded(samples, config)
-    for sample in survivors:
-        if stray := set(sample.finished.summary.weight_versions_S) - {version}:
-            raise TrainingError(f"{sample.key}: sampled by weight versions {sorted(stray)}, the policy is at {version}")
-    groups: dict[str, list[Sample]] = {}
-    for sample in survivors:
-        groups.setdefault(sample.key[0], []).append(sample)
+    groups: dict[str, list[Survivor]] = {}
+    for survivor in survivors_of(samples):
+        summary = survivor.summary
+        if stray := set(summary.weight_versions_S) - {version}:
+            raise TrainingError(
+                f"{summary.task_id}/{summary.sibling}: sampled by weight versions {sorted(stray)}, the policy is at "
+                f"{version}"
+            )
+        groups.setdefault(summary.task_id, []).append(survivor)
     members = list(groups.values())
     advantages = [
-        group_advantages([_scored(s, kl_coef) for s in group], config.algorithm, config.memory_reward)
+        group_advantages([s.as_scored(kl_coef) for s in group], config.algorithm, config.memory_reward)
         for group in members
     ]
     decision = filter_groups(advantages, config.algorithm.group_filter, round_=filter_round)
     kept = [(members[i], advantages[i]) for i in decision.kept]
     items = [
-        TrainItem(s.finished.payload, s.finished.summary, float(a.outcome_G[i]), a.memory_GS[i])
+        TrainItem(s.payload, s.summary, float(a.outcome_G[i]), a.memory_GS[i])
         for group, a in kept
         for i, s in enumerate(group)
     ]
@@ -248,11 +282,9 @@ def assemble(
     )
 
 
-def _scored(sample: Sample, kl_coef: float) -> ScoredTrajectory:
-    summary = sample.finished.summary
-    return ScoredTrajectory(
-        sample.score.score, summary.num_turns, summary.format_valid, sample.memory, penalty=kl_coef * sample.kl
-    )
+def survivors_of(samples: Sequence[Sample]) -> list[Survivor]:
+    """Those that count, in order."""
+    return [survivor for sample in samples if (survivor := sample.survivor()) is not None]
 
 
 def _check_excluded(samples: Sequence[Sample], config: Config) -> None:
@@ -271,12 +303,12 @@ def _check_excluded(samples: Sequence[Sample], config: Config) -> None:
 
 
 def _mini_batches(
-    kept: Sequence[tuple[list[Sample], GroupAdvantages]], config: Config, step: int
+    kept: Sequence[tuple[list[Survivor], GroupAdvantages]], config: Config, step: int
 ) -> tuple[tuple[int, ...], ...]:
     """Indices of items per optimiser step: whole groups, nearly equal tokens."""
     sizes = [len(group) for group, _ in kept]
     starts = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
-    tokens = [sum(s.finished.summary.num_row_tokens for s in group) for group, _ in kept]
+    tokens = [sum(s.summary.num_row_tokens for s in group) for group, _ in kept]
     parts = mini_batches(tokens, config.algorithm.mini_batches, seed=config.run.seed * 1_000_003 + step)
     return tuple(
         tuple(index for g in sorted(part) for index in range(int(starts[g]), int(starts[g + 1]))) for part in parts
@@ -285,8 +317,8 @@ def _mini_batches(
 
 def rollout_metrics(samples: Sequence[Sample], config: Config) -> dict[str, float]:
     """Outcome, shares and lengths; means over scored trajectories, shares over all of them."""
-    scored = [s for s in samples if s.excluded_because is None]
-    summaries = [s.finished.summary for s in scored]
+    scored = survivors_of(samples)
+    summaries = [s.summary for s in scored]
     metrics = {
         "rollout/num_trajectories": float(len(samples)),
         "rollout/excluded_share": 1 - len(scored) / max(1, len(samples)),
@@ -294,7 +326,7 @@ def rollout_metrics(samples: Sequence[Sample], config: Config) -> dict[str, floa
     }
     if not scored:
         return metrics
-    scores = [s.score.score for s in scored]
+    scores = [s.outcome for s in scored]
     metrics |= {
         "reward/outcome_mean": float(np.mean(scores)),
         "reward/outcome_std": float(np.std(scores)),
@@ -324,8 +356,8 @@ def _advantage_metrics(advantages: Sequence[GroupAdvantages], kept: Sequence[int
 def adapted_kl_coef(samples: Sequence[Sample], config: Config, kl_coef: float) -> float:
     """The KL coefficient of the next step; unchanged without `algorithm.adaptive_kl`."""
     settings = config.algorithm.adaptive_kl
-    survivors = [s for s in samples if s.excluded_because is None]
+    survivors = survivors_of(samples)
     if settings is None or not survivors:
         return kl_coef
-    kl = float(np.mean([s.kl / s.finished.summary.num_output_tokens for s in survivors]))
+    kl = float(np.mean([s.kl / s.summary.num_output_tokens for s in survivors]))
     return next_kl_coef(kl_coef, kl, len(survivors), settings)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -146,7 +146,7 @@ class Policy(Protocol):
         """Write a complete checkpoint folder; the marker file comes last."""
         ...
 
-    async def load(self, uri: str) -> Mapping[str, object]:
+    async def load(self, uri: str) -> Mapping[str, Any]:
         """Restore weights, optimiser, schedule, random state; returns the `extra` that was saved."""
         ...
 

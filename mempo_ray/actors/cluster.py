@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 import ray
 
@@ -16,14 +17,14 @@ GIB = 2**30
 
 
 @contextmanager
-def connected(config: Config, namespace: str) -> Iterator[None]:
+def connected(config: Config, namespace: str) -> Generator[None]:
     """Inside, `ray` is connected under a namespace of the run's own; a local cluster ends with the block.
 
     Raises:
         InfrastructureError: the cluster at `placement.address` (or RAY_ADDRESS) does not answer.
     """
     address = config.placement.address or os.environ.get("RAY_ADDRESS") or "local"
-    options: dict[str, object] = {}
+    options: dict[str, Any] = {}
     if address == "local":
         options = {
             "num_cpus": max(2, os.cpu_count() or 2),

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -207,7 +207,7 @@ class PayloadRef:
     """
 
     key: str
-    handle: object
+    handle: Any
     num_bytes: int = 0
 
 

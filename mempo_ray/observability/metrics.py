@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from mempo_ray.errors import ConfigError
 from mempo_ray.observability.run_folder import RunFolder
@@ -37,12 +38,14 @@ class TrackerSink:
     def __init__(self, names: Sequence[str], run_name: str, logging_dir: Path, config: Mapping[str, object]):
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS  # imports torch: only where a tracker is wanted
 
-        known = {str(kind): tracker for kind, tracker in LOGGER_TYPE_TO_CLASS.items()}
+        known = {f"{kind}": tracker for kind, tracker in LOGGER_TYPE_TO_CLASS.items()}
         if unknown := set(names) - set(known):
             raise ConfigError(f"trackers: unknown {sorted(unknown)}; known are {sorted(known)}")
         self._trackers = []
         for name in names:
-            arguments = {"logging_dir": str(logging_dir)} if known[name].requires_logging_directory else {}
+            arguments: dict[str, Any] = (
+                {"logging_dir": str(logging_dir)} if known[name].requires_logging_directory else {}
+            )
             tracker = known[name](run_name, **arguments)
             tracker.store_init_configuration(dict(config))
             self._trackers.append(tracker)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -35,7 +35,7 @@ class Display(Protocol):
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
-    def say(self, text: str) -> None: ...
+    def say(self, text: RenderableType) -> None: ...
 
     def close(self) -> None: ...
 
@@ -66,11 +66,14 @@ def shown(values: Mapping[str, float]) -> list[tuple[str, str]]:
 class PlainDisplay:
     """Lines for logs and pipes: a line a stage, a line every ten seconds inside one, a line a step."""
 
-    def __init__(self, num_steps: int, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, num_steps: int, write: Callable[[RenderableType], object], clock: Callable[[], float] = time.monotonic
+    ):
         self._num_steps = num_steps
         self._write = write
         self._clock = clock
-        self._stage, self._total, self._done = "", None, 0
+        self._stage, self._done = "", 0
+        self._total: int | None = None
         self._stage_start = self._last_line = clock()
         self._first_step: tuple[int, float] | None = None
 
@@ -98,7 +101,7 @@ class PlainDisplay:
         self._write(f"step {step}/{self._num_steps}  {text}  {left}")
         self._stage = ""
 
-    def say(self, text: str) -> None:
+    def say(self, text: RenderableType) -> None:
         self._write(text)
 
     def close(self) -> None:
@@ -137,7 +140,7 @@ class LiveDisplay:
         self._rows = [*self._rows, (step, values)][-self.ROWS :]
         self._live.update(self._render())
 
-    def say(self, text: str) -> None:
+    def say(self, text: RenderableType) -> None:
         self._console.print(text)
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ def summary_table(summary: Mapping[str, object], root: Path) -> Table:
     table = Table(title="run summary", show_header=False, title_justify="left")
     for key, value in summary.items():
         if isinstance(value, (str, int, float, bool)):
-            table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
+            table.add_row(key, f"{value:.4g}" if isinstance(value, float) else f"{value}")
     table.add_section()
     table.add_row("look at", f"{root}/learning_curve.png, metrics.jsonl, trajectories/")
     return table

@@ -18,7 +18,7 @@ def tree_pss_bytes(root: psutil.Process) -> int:
     for process in [root, *root.children(recursive=True)]:
         try:
             total += process.memory_full_info().pss
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return total
 
