@@ -108,9 +108,9 @@ def fail(error: Exception) -> int:
 
 
 def _override(word: str):
-    key, _, _ = word.partition("=")
+    key, _, value = word.partition("=")
     try:
-        return OmegaConf.from_dotlist([word])
+        return OmegaConf.from_dotlist([word if value else f"{key}=''"])
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(f"{key}: the value in {word!r} is not YAML: {str(error).splitlines()[0]}") from None
 

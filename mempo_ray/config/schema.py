@@ -66,7 +66,7 @@ class ColdStart(Section):
     """Supervised fine-tuning on oracle trajectories before RL. Absent section = no cold start."""
 
     tasks: Count = 512
-    """Tasks for which the oracle writes a trajectory (kept only where the index finds the needed passages)."""
+    """Oracle trajectories to keep: training tasks are walked in a seeded order until so many are kept."""
     epochs: Count = 1
     """Passes over the kept rows."""
     lr: Positive = 1e-3

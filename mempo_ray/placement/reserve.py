@@ -31,14 +31,12 @@ class Reservation:
 
     def options(self, role: str, index: int = 0) -> dict[str, object]:
         """Ray options of one actor of a role: its CPUs, GPUs and bundle. Raises KeyError for an unknown actor."""
-        known = {r.name: r for r in self.plan.roles}[role]
-        if not 0 <= index < known.count:
-            raise KeyError(f"{role}[{index}]: the plan has {known.count}")
-        options: dict[str, object] = {"num_cpus": known.cpus, "num_gpus": known.gpus}
         bundle = self.plan.bundle_of(role, index)
-        if bundle is not None:
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self.group, bundle)
-        return options
+        return {
+            "num_cpus": self.plan.role(role).cpus,
+            "num_gpus": self.plan.role(role).gpus,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, bundle),
+        }
 
     def release(self) -> None:
         """Give the resources back; actors that still live on them are ended by Ray."""

@@ -44,6 +44,10 @@ def test_a_section_can_be_removed_and_one_of_its_keys_set():
     assert load_config(["cold_start.epochs=3"]).cold_start.epochs == 3
 
 
+def test_a_word_without_a_value_is_the_empty_text():
+    assert load_config(["data.train="]).data.train == ""
+
+
 def test_the_environment_is_read_where_the_file_says_so(monkeypatch, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("data: {train: '${oc.env:SOME_FOLDER,elsewhere}/train.jsonl'}")

@@ -35,7 +35,7 @@ def test_fractions_never_sum_to_more_than_the_run_may_ask(ranks, num_cpus):
     )
 
 
-def test_every_actor_has_one_bundle_and_a_sink_needs_none():
+def test_every_actor_has_one_bundle():
     plan = make_plan(config(), LAPTOP)
     tenants = [tenant for bundle in plan.bundles for tenant in bundle.tenants]
     assert tenants == [("policy", 0), ("rollout", 0), ("retrieval", 0), ("reward", 0), ("agent_loop", 0),

@@ -1,0 +1,98 @@
+"""Every command in the pages is exercised: as it is where that is cheap, else as the dry run or the help of it.
+
+A command of a kind that this file does not know fails the test: say here how it is exercised.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+BIN = Path(sys.executable).parent
+SHARED = Path(os.environ.get("MEMPO_SHARED", ROOT.parent / "shared"))
+MODELS = Path(os.environ.get("MEMPO_MODELS") or Path.home() / ".cache" / "mempo_ray" / "models")
+
+DRY = {"python -m mempo_ray.driver", "mempo-ray train"}
+AS_IT_IS = {"mempo-ray plan", "mempo-ray doctor", "python -m mempo_ray.config.reference"}
+HELP = {"mempo-ray fetch", "mempo-ray sft", "mempo-ray eval", "mempo-ray ask", "mempo-ray index",
+        "python -m retrieval_index", "python -m mempo_ray.tiny_policy"}  # fmt: skip
+"""How a command is exercised, by its first words."""
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """(page, command) for each line of the pages' bash blocks; a line that ends in a backslash goes on."""
+    for page in PAGES:
+        for block in re.findall(r"```(?:bash|sh|console)\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                command = line.partition(" #")[0].strip()
+                if command and not command.startswith("#"):
+                    yield page.name, command
+
+
+def kind_of(words: list[str]) -> str:
+    """`.venv/bin/python -m mempo_ray.driver a=b` → `python -m mempo_ray.driver`."""
+    name = Path(words[0]).name
+    if name == "python" and words[1] == "-m":
+        return f"python -m {words[2]}"
+    return f"{name} {words[1]}" if name == "mempo-ray" else name
+
+
+@pytest.fixture
+def workplace(tmp_path):
+    """A folder where the names that the pages use for a reader's own files exist."""
+    for folder in ("configs", "docs"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    for name in ("my_questions.jsonl", "my_dev.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"q": "Who mentors Boko?", "a": "Sari"}) + "\n")
+    (tmp_path / "my_passages.jsonl").write_text(json.dumps({"id": "1", "title": "", "text": "mentor Boko Sari ."}))
+    pieces = re.search(r"```python\n(.*?ADV_ESTIMATORS.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    (tmp_path / "my_pieces.py").write_text(pieces.group(1))
+    return tmp_path
+
+
+@pytest.mark.parametrize(("page", "command"), list(dict.fromkeys(commands())))
+def test_documented_command(page: str, command: str, workplace: Path):
+    words = shlex.split(command)
+    environment = os.environ | {"MEMPO_SHARED": str(SHARED), "PYTHONPATH": f"{workplace}{os.pathsep}{ROOT}"}
+    while words and "=" in words[0]:  # VAR=value in front of a command
+        name, _, value = words.pop(0).partition("=")
+        environment[name] = value
+    kind = kind_of(words)
+    if kind == "make":
+        _, *targets = words
+        run(["make", "-n", *targets], ROOT, environment)
+        return
+    if "smollm2_cpu.yaml" in command and not (SHARED.is_dir() and (MODELS / "smollm2").is_dir()):
+        pytest.skip(f"needs the shared data at {SHARED} and the models at {MODELS}")
+    if kind == "python" and words[1].endswith(".py"):
+        assert (ROOT / words[1]).is_file()
+        return
+    program = [sys.executable] if Path(words[0]).name == "python" else [str(BIN / Path(words[0]).name)]
+    if kind in DRY:
+        run([*program, *words[1:], "--dry-run"], workplace, environment)
+    elif kind in AS_IT_IS:
+        run([*program, *words[1:]], workplace, environment)
+    elif kind in HELP:
+        run([*program, *words[1 : len(kind.split())], "--help"], workplace, environment)
+    elif kind == "ray":
+        assert shutil.which("ray", path=str(BIN))
+    else:
+        pytest.fail(f"{page}: no test knows how to exercise {command!r}")
+
+
+def run(words: list[str], folder: Path, environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "Not ready on this machine" not in done.stdout or "7b" in " ".join(words), done.stdout[-500:]
