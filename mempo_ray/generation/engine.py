@@ -1,7 +1,7 @@
 """The engine behind a RolloutActor: token ids in, sampled token ids and their log-probs out.
 
     call       waits for                        on failure
-    start      the model in memory              EngineFailed
+    start      the model in memory              EngineFailed, ConfigError
     update     new weights loaded and proven    TrainingError: loaded, but the proof differs; EngineFailed: the rest
     generate   a turn                           EngineFailed, DeadlineExceeded; ConfigError: the prompt cannot fit
 
@@ -43,7 +43,12 @@ class Engine(Protocol):
         ...
 
     async def start(self) -> None:
-        """Load the model. It serves after the first `update` only."""
+        """Load the model. It serves after the first `update` only.
+
+        Raises:
+            ConfigError: options that the model or the engine cannot take.
+            EngineFailed: the engine died while starting; the message names its log.
+        """
         ...
 
     async def generate(self, request: GenerateRequest) -> Generation:

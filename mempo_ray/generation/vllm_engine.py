@@ -105,9 +105,12 @@ class VllmEngine:
         return self._llm is not None and self._llm.errored
 
     async def start(self) -> None:
-        """Takes about 15 s and blocks the event loop: vLLM must be made on the loop that will serve."""
-        with output_to(self._log_file), _as_engine_failure(self._name):
-            self._llm = AsyncLLM.from_engine_args(engine_args(self._model_dir, self._rollout, self._weight_sync))
+        """Takes about 10 s and blocks the event loop: vLLM must be made on the loop that will serve."""
+        with output_to(self._log_file), _as_engine_failure(f"{self._name}, log {self._log_file}"):
+            try:
+                self._llm = AsyncLLM.from_engine_args(engine_args(self._model_dir, self._rollout, self._weight_sync))
+            except ValueError as error:  # found in this process, before any child
+                raise ConfigError(f"rollout: vLLM refuses these options for {self._model_dir}: {error}") from error
         for handler in logging.getLogger("vllm").handlers:
             if isinstance(handler, logging.StreamHandler):
                 handler.setStream(self._log_file.open("a"))

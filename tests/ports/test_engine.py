@@ -146,6 +146,12 @@ async def test_a_prompt_without_room_for_a_token_names_the_key(engine: Engine):
         await engine.generate(GenerateRequest(np.full(512, 5, np.int32), 0, 8, "g"))
 
 
+async def test_a_turn_ends_as_length_where_the_model_length_ends(engine: Engine):
+    prompt = np.random.default_rng(0).integers(2, VOCAB_SIZE, 508).astype(np.int32)
+    answers = [await engine.generate(GenerateRequest(prompt, seed, 64, "g")) for seed in range(3)]
+    assert {(len(answer.output_ids), answer.finish_reason) for answer in answers} == {(4, "length")}
+
+
 async def test_a_pause_freezes_turns_until_resume(engine: Engine):
     await engine.pause()
     waiting = asyncio.create_task(engine.generate(turn(5)))
@@ -175,7 +181,7 @@ async def test_a_cancelled_caller_frees_its_place_and_the_rest_are_served(engine
 
 async def test_abort_all_ends_what_is_in_flight_and_nothing_later(case: Case, engine: Engine):
     begun = [asyncio.create_task(engine.generate(turn(seed, max_tokens=400))) for seed in range(3)]
-    await asyncio.wait(begun, timeout=0.02 if case.models else 0)  # on their way
+    await asyncio.sleep(0.02 if case.models else 0)  # on their way; vLLM needs seconds for so many tokens
     await engine.abort_all()
     results = await asyncio.gather(*begun, return_exceptions=True)
     assert any(isinstance(result, EngineFailed) for result in results)
@@ -188,6 +194,16 @@ async def test_an_update_keeps_turns_in_flight_under_the_version_that_began_them
     await engine.update(replace(case.manifests[1], version=4))
     assert {answer.weight_version for answer in await asyncio.gather(*begun)} == {3}
     assert (await engine.generate(turn(0))).weight_version == 4
+
+
+async def test_turns_in_flight_do_not_survive_a_refuted_update(case: Case, engine: Engine):
+    begun = [asyncio.create_task(engine.generate(turn(seed, max_tokens=400))) for seed in range(4)]
+    await asyncio.sleep(0)
+    refuted = WeightProof(case.manifests[0].proof.ids, (math.nan, *case.manifests[0].proof.logprobs[1:]))
+    with pytest.raises(TrainingError):
+        await engine.update(replace(case.manifests[0], proof=refuted))
+    results = await asyncio.gather(*begun, return_exceptions=True)
+    assert all(isinstance(result, EngineFailed) for result in results)
 
 
 async def test_log_probs_are_those_of_transformers_over_temperature_and_of_the_newest_weights(case: Case):
@@ -216,6 +232,14 @@ async def test_closing_twice_is_harmless_and_nothing_runs_afterwards(case: Case)
     await case.engine.close()
     with pytest.raises(EngineFailed):
         await case.engine.generate(turn(0))
+
+
+async def test_options_that_the_model_cannot_take_are_the_users_error(tmp_path: Path):
+    save_tiny_model(tmp_path, seed=0)
+    rollout = ROLLOUT.model_copy(update={"max_model_len": 5000})
+    engine = build_engine("e", str(tmp_path), rollout, WeightSync(), END_OF_TURN_ID, tmp_path / "e.log")
+    with pytest.raises(ConfigError, match=r"(?s)rollout: vLLM refuses.*5000"):
+        await engine.start()
 
 
 @pytest.mark.slow
