@@ -2,6 +2,8 @@
 
     Task ──oracle──▶ OracleTrajectory ──Renderer──▶ SftBatch ──RayPolicy.fit, a step at a time──▶ metrics
 
+A trajectory is kept where the index found each hop's passage and `agent.limits.tool_tokens` let it be read.
+
 Rows are the prompts that a rollout would see, made by the same renderer. `cold_start.probe_share` adds rows in the
 two scoring forms of algorithm.md §3, so that P(answer | context) means something from the first RL step on.
 """
@@ -19,7 +21,7 @@ from mempo_ray.agent.prompt import PastTurn, Renderer, SftRow
 from mempo_ray.agent.protocol import write_turn
 from mempo_ray.config.schema import ColdStart, Config
 from mempo_ray.contracts import Ragged, SftBatch, Task
-from mempo_ray.data.oracle import OracleTrajectory, OracleTurn, oracle_trajectories
+from mempo_ray.data.oracle import OracleTrajectory, OracleTurn, oracle_trajectories, plan_of
 from mempo_ray.errors import DataError
 from mempo_ray.ports import Search
 from mempo_ray.training.sft import num_sft_steps, num_target_tokens, sft_batches, sft_lr
@@ -33,7 +35,8 @@ class Fit(Protocol):
 
 @dataclass(frozen=True)
 class ColdStartReport:
-    """What was kept and how it went. `loss` is the mean over the last tenth of the steps, per target token."""
+    """What was kept and how it went. `num_tasks` were walked for it; `loss` is the mean over the last tenth of the
+    steps, per target token."""
 
     num_tasks: int
     num_kept: int
@@ -57,12 +60,13 @@ async def run_cold_start(
     Raises:
         DataError: no trajectory was kept; says what the tasks must hold.
     """
-    trajectories = await oracle_trajectories(tasks, search, config.agent.top_k)
+    trajectories, num_walked = await keep_trajectories(tasks, settings.tasks, config, renderer, search)
     if not trajectories:
         raise DataError(
             "cold_start: the oracle kept no trajectory: data.train holds no hops (2Wiki `evidences`, MuSiQue "
-            "`decomposition`, synthetic worlds), or the index does not hold their passages; check retrieval.corpus, or "
-            "remove the cold_start section and start from a policy that knows the format"
+            "`decomposition`, synthetic worlds), or their passages are not in the index or do not fit into "
+            "agent.limits.tool_tokens; check retrieval.corpus, or remove the cold_start section and start from a "
+            "policy that knows the format"
         )
     rows = sft_rows(trajectories, renderer, config, settings.probe_share)
     arguments = (settings.batch_tokens, settings.epochs, config.run.seed)
@@ -74,7 +78,33 @@ async def run_cold_start(
         losses.append((await fit(batch, lr, num_target_tokens(batch)))["sft/loss"])
         on_step()
     last = losses[-max(1, total // 10) :]
-    return ColdStartReport(len(tasks), len(trajectories), len(rows), total, float(np.mean(last)))
+    return ColdStartReport(num_walked, len(trajectories), len(rows), total, float(np.mean(last)))
+
+
+async def keep_trajectories(
+    tasks: Sequence[Task], wanted: int, config: Config, renderer: Renderer, search: Search
+) -> tuple[list[OracleTrajectory], int]:
+    """Walk the tasks in a seeded order until `wanted` trajectories are kept, or none is left.
+
+    Returns the trajectories, and how many tasks with hops were walked for them.
+    """
+    order = [task for task in tasks if plan_of(task) is not None]
+    random.Random(config.run.seed).shuffle(order)
+
+    def is_read(trajectory: OracleTrajectory) -> bool:
+        """Each hop's passage is in the tool response that a rollout would show: a memory says what was read."""
+        searches = [turn for turn in trajectory.turns if turn.query is not None]
+        limit = config.agent.limits.tool_tokens
+        shown = [renderer.tool_ids(turn.passages, limit).passage_ids for turn in searches]
+        return all(set(turn.needed_passage_ids) & set(ids) for turn, ids in zip(searches, shown, strict=True))
+
+    kept: list[OracleTrajectory] = []
+    num_walked = 0
+    while len(kept) < wanted and num_walked < len(order):
+        part = order[num_walked : num_walked + wanted - len(kept)]  # side by side, so that their searches are batched
+        kept += filter(is_read, await oracle_trajectories(part, search, config.agent.top_k))
+        num_walked += len(part)
+    return kept, num_walked
 
 
 def sft_rows(

@@ -123,7 +123,7 @@ class Session:
 
     async def _supervise(self, settings: ColdStart) -> None:
         report = await run_cold_start(
-            self.train_tasks[: settings.tasks],
+            self.train_tasks,
             settings,
             self.config,
             self.renderer,
@@ -134,8 +134,8 @@ class Session:
         )
         self.folder.write_json("cold_start.json", asdict(report))
         self.display.say(
-            f"cold start: {report.num_kept} of {report.num_tasks} oracle trajectories kept, {report.num_rows} rows, "
-            f"{report.num_steps} steps, loss {report.loss:.3f}"
+            f"cold start: {report.num_kept} oracle trajectories kept of {report.num_tasks} tasks, "
+            f"{report.num_rows} rows, {report.num_steps} steps, loss {report.loss:.3f}"
         )
 
     async def _probe_ratios(self) -> dict[str, float]:

@@ -192,8 +192,9 @@ class PolicyRank:
     # -- weights --------------------------------------------------------------------------------------
 
     def publish(self, uri: str) -> WeightManifest | None:
-        """The manifest on rank 0, None elsewhere. Exported in the dtype of the forward, which the proof is about."""
-        proof = prove(self.model, self.model.config.vocab_size, self.policy.autocast, self.gang)
+        """The manifest on rank 0, None elsewhere. Exported in the dtype of the forward, which the proof is about;
+        without autocast, whose rounding an engine that holds the same weights need not share."""
+        proof = prove(self.model, self.model.config.vocab_size, "none", self.gang)
         return export(
             self.model,
             self.folder,
