@@ -1,11 +1,15 @@
 """Makes the base checkpoint that the quickstart starts from: `python -m mempo_ray.tiny_policy` (`make tiny-policy`).
 
-    generated worlds ──oracle──▶ OracleTrajectory ──cold_start.sft_rows──▶ token rows ──AdamW──▶ mempo_ray/assets/tiny_policy
+    generated worlds ──oracle──▶ OracleTrajectory ──Renderer──▶ rows ──AdamW──▶ assets/tiny_policy
 
 A tiny model learns to copy a fact from a passage only after a phase change, which takes more steps than a quickstart
 has. So the base is trained here, once, and shipped. Three choices make the change come early: embeddings are tied
 (copying is nearly free), weights start large (std 0.08: attention forms), and a fact has its key directly before its
-value (a plain induction head finds it). Training stops while the model still errs, so that RL has something to improve.
+value (a plain induction head finds it).
+
+The base is a capable but *careless note-taker*. It has learned to search, to copy and to answer from the episodes of
+writers who note each new fact only with the probability that `NOTED` gives its relation, and who then answer with what
+they have. That is the habit which the cold start weakens and RL, with its memory reward, has to break.
 
 Every world here has a seed of `world.BASE_SEEDS`; a run's own worlds cannot have one, so no evaluation world was seen.
 Same seed, same machine: the same checkpoint.
@@ -28,11 +32,11 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from mempo_ray.agent.prompt import Renderer
+from mempo_ray.agent.prompt import Renderer, SftRow
 from mempo_ray.agent.tokenizer import FileTokenizer
-from mempo_ray.cold_start import sft_rows
+from mempo_ray.cold_start import probe_rows, written_turns
 from mempo_ray.config.schema import ColdStart, Config
-from mempo_ray.contracts import Passage, SftBatch
+from mempo_ray.contracts import Passage
 from mempo_ray.data.oracle import OracleTrajectory, oracle_trajectories
 from mempo_ray.data.world import (
     BASE_SEEDS,
@@ -62,12 +66,19 @@ CHAT_TEMPLATE = (
 )
 
 
+NOTED = {
+    "mentor": 0.82, "boss": 0.6, "home": 0.45, "friend": 0.27, "rival": 0.17, "office": 0.1,
+    "mayor": 0.8, "judge": 0.3, "baker": 0.12,
+}  # fmt: skip
+"""How often the writers of the base's corpus put a fact of this relation into `<mem>`."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Everything that decides the checkpoint; kept in its `training_log.json`."""
 
     seed: int = 0
-    steps: int = 700
+    steps: int = 1000
     episodes: int = 16
     """Oracle trajectories per step, four of each world."""
     lr: float = 2e-3
@@ -79,7 +90,7 @@ class Recipe:
     hidden: int = 128
     layers: int = 3
     heads: int = 2
-    ffn: int = 512
+    ffn: int = 256
     init_std: float = 0.08
 
 
@@ -163,23 +174,42 @@ def generated_trajectories(seed: int, num_episodes: int) -> list[OracleTrajector
     return trajectories
 
 
+def careless(trajectory: OracleTrajectory, rng: random.Random) -> OracleTrajectory:
+    """The same episode as a careless writer would have it: some facts are never noted, and the answer lacks them.
+
+    The last value is always known: it stands in the tool response that the answering turn sees.
+    """
+    chain = trajectory.task.metadata["chain"]
+    noted = [rng.random() < NOTED[relation] for relation, *_ in chain]
+    nothing = trajectory.turns[0].memory
+    turns = [
+        replace(
+            turn,
+            memory=" ".join(f for f, is_noted in zip(trajectory.facts[:n], noted, strict=False) if is_noted) or nothing,
+        )
+        for n, turn in enumerate(trajectory.turns)
+    ]
+    known = ([chain[0][2]] if noted[0] else []) + [chain[-1][2]]
+    turns[-1] = replace(turns[-1], answer=" ".join(known))
+    return replace(trajectory, turns=tuple(turns))
+
+
 def train(recipe: Recipe, out: Path) -> None:
     """Train from random weights and write the folder. One thread, some minutes."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     write_tokenizer(out)
-    config = Config(cold_start=ColdStart(probe_share=recipe.probe_share))
+    config = Config(cold_start=ColdStart())
     tokenizer = FileTokenizer.from_folder(out)
     renderer = Renderer.from_folder(out, tokenizer, config.agent)
     model = make_model(recipe, len(MARKERS) + len(TAGS) + len(WORDS), tokenizer.end_of_turn_id)
     optimiser = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.99), weight_decay=0.01)
     curve, started = [], time.monotonic()
     for step in range(recipe.steps):
-        trajectories = generated_trajectories(BASE_SEEDS.start + recipe.seed * 100_000 + step, recipe.episodes)
+        rows = _rows_of_step(recipe, step, renderer, config)
         for group in optimiser.param_groups:
             group["lr"] = recipe.lr * _rate(step, recipe)
-        run = config.model_copy(update={"run": config.run.model_copy(update={"seed": step})})
-        loss = _train_step(model, optimiser, sft_rows(trajectories, renderer, run))
+        loss = _train_step(model, optimiser, rows)
         if step % 50 == 0 or step == recipe.steps - 1:
             curve.append({"step": step, "loss": round(loss, 4), "seconds": round(time.monotonic() - started)})
             print(json.dumps(curve[-1]), flush=True)
@@ -188,15 +218,29 @@ def train(recipe: Recipe, out: Path) -> None:
     (out / "training_log.json").write_text(json.dumps(log, indent=1) + "\n")
 
 
+def _rows_of_step(recipe: Recipe, step: int, renderer: Renderer, config: Config) -> list[SftRow]:
+    """Careless episodes as rollouts would have them, and a share of careful ones in the two scoring forms."""
+    seed = BASE_SEEDS.start + recipe.seed * 100_000 + step
+    rng = random.Random(seed)
+    rows: list[SftRow] = []
+    for trajectory in generated_trajectories(seed, recipe.episodes):
+        initial = renderer.initial_ids(trajectory.task.question)
+        rows += renderer.sft_rows(initial, written_turns(careless(trajectory, rng), renderer, config), config.agent)
+        if rng.random() < recipe.probe_share * len(trajectory.turns):
+            written = written_turns(trajectory, renderer, config)
+            rows += probe_rows(initial, written, trajectory.task.gold_text, renderer)
+    return rows
+
+
 def _rate(step: int, recipe: Recipe) -> float:
     """Share of the peak learning rate: linear rise, plateau, linear fall to 1/20."""
     left = (recipe.steps - step) / max(1, recipe.steps * recipe.cooldown_share)
     return min(1.0, (step + 1) / recipe.warmup_steps, max(0.05, left))
 
 
-def _train_step(model: Qwen2ForCausalLM, optimiser: torch.optim.Optimizer, rows: SftBatch) -> float:
+def _train_step(model: Qwen2ForCausalLM, optimiser: torch.optim.Optimizer, rows: Sequence[SftRow]) -> float:
     """One AdamW step on the mean loss per output token; returns that loss."""
-    num_targets = len(rows.ragged["output_ids"].values)
+    num_targets = sum(len(row.output_ids) for row in rows)
     total = 0.0
     for ids, is_target in _length_buckets(rows):
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
@@ -210,21 +254,19 @@ def _train_step(model: Qwen2ForCausalLM, optimiser: torch.optim.Optimizer, rows:
     return total
 
 
-def _length_buckets(rows: SftBatch, num_buckets: int = 3) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _length_buckets(rows: Sequence[SftRow], num_buckets: int = 3) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Rows of like length, padded on the right: ids int64 [S, T] and where an output token stands, bool [S, T].
 
     Padding needs no attention mask: it lies after every real token of its row, and attention is causal.
     """
-    prompts, outputs = rows.ragged["prompt_ids"], rows.ragged["output_ids"]
-    by_length = np.argsort(prompts.lengths + outputs.lengths, kind="stable")
-    for bucket in np.array_split(by_length, num_buckets):
-        width = int((prompts.lengths + outputs.lengths)[bucket].max())
-        ids = torch.zeros(len(bucket), width, dtype=torch.long)
-        is_target = torch.zeros(len(bucket), width, dtype=torch.bool)
-        for place, row in enumerate(bucket):
-            whole = np.concatenate([prompts[row], outputs[row]])
+    by_length = sorted(rows, key=lambda row: len(row.prompt_ids) + len(row.output_ids))
+    for bucket in np.array_split(np.arange(len(rows)), num_buckets):
+        wholes = [np.concatenate(by_length[index]) for index in bucket]
+        ids = torch.zeros(len(bucket), max(map(len, wholes)), dtype=torch.long)
+        is_target = torch.zeros_like(ids, dtype=torch.bool)
+        for place, (index, whole) in enumerate(zip(bucket, wholes, strict=True)):
             ids[place, : len(whole)] = torch.from_numpy(whole.astype(np.int64))
-            is_target[place, len(prompts[row]) : len(whole)] = True
+            is_target[place, len(by_length[index].prompt_ids) : len(whole)] = True
         yield ids, is_target
 
 
