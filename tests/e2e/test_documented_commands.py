@@ -96,3 +96,13 @@ def run(words: list[str], folder: Path, environment: dict[str, str]) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "Not ready on this machine" not in done.stdout or "7b" in " ".join(words), done.stdout[-500:]
+
+
+def test_every_link_in_the_pages_leads_somewhere():
+    links = [
+        (page.name, target)
+        for page in PAGES
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+        if not (page.parent / target).exists()
+    ]
+    assert links == []
