@@ -231,6 +231,8 @@ class VllmEngine:
         return SamplingParams(
             # vLLM takes log-probs of greedy tokens at temperature 1.
             temperature=0.0 if request.greedy else self._rollout.temperature,
+            top_p=self._rollout.top_p,
+            top_k=self._rollout.top_k,
             seed=None if request.greedy else request.seed,
             max_tokens=request.max_tokens,
             stop_token_ids=[self._end_of_turn_id],
