@@ -84,7 +84,7 @@ class AgentLimits(Section):
     """Largest output of one turn."""
     tool_tokens: Count = 2048
     """Largest tool response; cut at a passage border and marked."""
-    episode_tokens: Count = 32768
+    episode_tokens: Count = 12288
     """Budget of output and tool tokens over an episode; reaching it ends it as `length`."""
     episode_s: Positive = 600
     """Wall-clock budget of an episode (end reason `deadline`)."""

@@ -1,0 +1,136 @@
+"""The checks before a run, one by one; the messages as a person sees them are in tests/e2e/test_bad_input.py."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mempo_ray.config.load import build
+from mempo_ray.errors import ConfigError, DataError
+from mempo_ray.preflight import (
+    check_names,
+    check_resume,
+    check_retrieval,
+    check_run_folder,
+    check_token_limits,
+    context_tokens,
+    preflight,
+)
+
+LIMITS = {"turn_tokens": 100, "tool_tokens": 50, "episode_tokens": 1000}
+
+
+def run(**sections):
+    return build({"agent": {"limits": LIMITS, "max_turns": 5, **sections.pop("agent", {})}, **sections})
+
+
+@pytest.mark.parametrize(
+    ("agent", "tokens"),
+    [
+        ({"context": "last_turn"}, 150),
+        ({"context": "memory_only"}, 150),
+        ({"context": "k_turns", "k_turns": 3}, 450),
+        ({"context": "full"}, 600),
+        ({"context": "full", "max_turns": 50}, 1000),
+    ],
+)
+def test_what_a_prompt_can_hold_follows_from_the_context_mode(agent, tokens):
+    assert context_tokens(run(agent=agent))[0] == tokens
+
+
+def test_the_sum_that_does_not_fit_is_spelled_out():
+    with pytest.raises(ConfigError) as caught:
+        check_token_limits(run(rollout={"max_model_len": 250}), initial_tokens=20)
+    assert "20 (longest system message and question) + 100" in str(caught.value)
+    assert "= 270 tokens" in str(caught.value)
+    check_token_limits(run(rollout={"max_model_len": 270}), initial_tokens=20)
+
+
+def test_concatenated_rows_need_a_budget_for_a_whole_episode():
+    sections = {"rollout": {"max_model_len": 300}, "policy": {"micro_batch_tokens": 300}}
+    check_token_limits(run(**sections))
+    with pytest.raises(ConfigError, match="rows of 750 tokens"):
+        check_token_limits(run(**sections, algorithm={"rows": "concatenated"}))
+
+
+@pytest.mark.parametrize(
+    ("memory_reward", "fits"),
+    [({}, False), ({"weight": 0}, True), ({"baseline": "none"}, True), ({"max_history_tokens": 500}, True)],
+)
+def test_a_full_history_must_fit_into_a_scoring_batch_where_it_is_scored(memory_reward, fits):
+    config = run(batch_executor={"micro_batch_tokens": 600}, memory_reward=memory_reward)
+    if fits:
+        check_token_limits(config)
+    else:
+        with pytest.raises(ConfigError, match="full history of 750 tokens"):
+            check_token_limits(config)
+
+
+def test_a_tracker_that_is_misspelt_or_not_installed_is_named():
+    with pytest.raises(ConfigError, match="did you mean 'wandb'"):
+        check_names(build({"trackers": ["wandbb"]}))
+    with pytest.raises(ConfigError, match="dvclive needs the package dvclive"):
+        check_names(build({"trackers": ["dvclive"]}))
+
+
+def _corpus(tmp_path, rows=3):
+    file = tmp_path / "corpus.jsonl"
+    file.write_text("".join(json.dumps({"id": str(i), "title": "", "text": "t"}) + "\n" for i in range(rows)))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"), [((3, 256), "dimension 256, the encoder 'hash' makes 512"), ((2, 512), "has 2 rows")]
+)
+def test_prepared_embeddings_must_fit_encoder_and_corpus(tmp_path, shape, words):
+    np.save(tmp_path / "e.npy", np.zeros(shape, np.float16))
+    retrieval = {"corpus": str(_corpus(tmp_path)), "embeddings": str(tmp_path / "e.npy")}
+    with pytest.raises(DataError, match=words):
+        check_retrieval(build({"retrieval": retrieval}))
+    np.save(tmp_path / "e.npy", np.zeros((3, 512), np.float16))
+    check_retrieval(build({"retrieval": retrieval}))
+
+
+def test_files_of_questions_do_not_search_the_synthetic_world():
+    with pytest.raises(ConfigError, match=r"retrieval\.corpus"):
+        check_retrieval(build({"data": {"train": "own.jsonl"}}))
+
+
+def test_a_broken_line_of_the_corpus_is_named(tmp_path):
+    file = tmp_path / "corpus.jsonl"
+    file.write_text("not json\n")
+    with pytest.raises(DataError, match=r"retrieval\.corpus"):
+        check_retrieval(build({"retrieval": {"corpus": str(file)}}))
+
+
+def test_auto_resume_without_a_checkpoint_is_a_new_run(tmp_path):
+    check_resume(build({"run": {"resume": "auto", "dir": str(tmp_path)}}), tmp_path)
+
+
+def test_a_checkpoint_of_the_same_model_is_accepted_whatever_config_json_leaves_out(tmp_path):
+    (tmp_path / "COMPLETE").touch()
+    facts = {"architecture": {"hidden_size": 8, "num_key_value_heads": 2, "model_type": None}}
+    (tmp_path / "facts.json").write_text(json.dumps(facts))
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}))
+    check_resume(build({"run": {"resume": str(tmp_path)}}), tmp_path)
+
+
+def test_a_remote_run_folder_is_left_to_its_file_system():
+    check_run_folder(build({"run": {"dir": "s3://bucket/runs"}}))
+
+
+def test_a_dry_run_tells_what_is_missing_in_place_of_failing(tmp_path):
+    sections = {"policy": {"model": str(tmp_path / "none")}, "run": {"dir": str(tmp_path / "runs")}}
+    checked = preflight(build(sections), dry_run=True)
+    assert "no model folder" in checked.describe()
+    assert checked.exit_code == 2
+    with pytest.raises(ConfigError):
+        preflight(build(sections))
+    shape = tmp_path / "shape.yaml"
+    shape.write_text("nodes: [{cpus: 4}]")
+    elsewhere = build({**sections, "placement": {"cluster_shape": str(shape)}})
+    assert preflight(elsewhere, dry_run=True).exit_code == 0
+
+
+def test_the_defaults_fit_each_other():
+    check_token_limits(build({}), initial_tokens=1000)
