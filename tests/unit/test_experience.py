@@ -1,0 +1,344 @@
+"""From episodes to a TrainPlan, with every port in process."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+
+import numpy as np
+import pytest
+
+from mempo_ray.config.schema import Config
+from mempo_ray.contracts import (
+    EndReason,
+    EpisodeRequest,
+    Finished,
+    LogProbRequest,
+    LogProbResult,
+    PayloadRef,
+    Probe,
+    Score,
+    Scored,
+    Task,
+    TrajectorySummary,
+    Unscored,
+)
+from mempo_ray.errors import EngineFailed, Overloaded, TrainingError, WorkerFailed
+from mempo_ray.experience import Collected, Sample, adapted_kl_coef, assemble, collect
+
+Key = tuple[str, int]
+VERSION = 3
+DEADLINE_S = 10
+
+
+def config(**sections: dict) -> Config:
+    return Config.model_validate({"algorithm": {"group_size": 2, "kl_coef": 0}, **sections})
+
+
+def request(task_id: str, sibling: int) -> EpisodeRequest:
+    return EpisodeRequest(Task(task_id, "?", (("a",),), "test"), sibling, seed=sibling)
+
+
+def finished(
+    task_id: str,
+    sibling: int,
+    *,
+    turns: int = 1,
+    end_reason: EndReason = EndReason.ANSWERED,
+    version: int = VERSION,
+    output_tokens: int = 5,
+) -> Finished:
+    summary = TrajectorySummary(
+        task_id=task_id,
+        sibling=sibling,
+        attempt=0,
+        end_reason=end_reason,
+        detail="the engine died" if end_reason.is_infrastructure else "",
+        format_valid=True,
+        prompt_tokens_S=(4,) * turns,
+        output_tokens_S=(output_tokens,) * turns,
+        tool_tokens_S=(3,) * (turns - 1) + (0,) * min(turns, 1),
+        memory_tokens_S=(2,) * turns,
+        weight_versions_S=(version,) * turns,
+        probes=(Probe((7, 8, 9), 1, 2),),
+    )
+    return Finished(summary, PayloadRef(f"{task_id}/{sibling}", None) if turns else None)
+
+
+GROUP = (finished("q", 0, turns=2), finished("q", 1))
+"""The worked example of algorithm.md §4: two siblings, of two turns and of one."""
+REQUESTS = (request("q", 0), request("q", 1))
+PROBABILITIES = {("q", 0): (0.5, 0.3, 0.8, 0.2), ("q", 1): (0.1, 0.2)}
+"""By trajectory: P_mem and P_full of each turn in turn, so R^M = [.2, .6] and [−.1]."""
+
+
+class FakeRollouts:
+    """Yields what it is given, in that order; `between(i)` runs before trajectory i."""
+
+    def __init__(self, ended: Sequence[Finished], between: Callable[[int], Awaitable[None]] | None = None) -> None:
+        self._ended, self._between = ended, between
+
+    async def run(self, requests: Sequence[EpisodeRequest]) -> AsyncIterator[Finished]:
+        for index, one in enumerate(self._ended):
+            if self._between is not None:
+                await self._between(index)
+            yield one
+
+
+class FakeRewards:
+    """`scores` by payload key."""
+
+    def __init__(self, **scores: Score | float) -> None:
+        self._scores = {key.replace("_", "/"): s if isinstance(s, Unscored) else Scored(s) for key, s in scores.items()}
+        self.asked: list[str] = []
+
+    async def score(self, payload: PayloadRef) -> Score:
+        self.asked.append(payload.key)
+        return self._scores[payload.key]
+
+
+class FakeLogProbs:
+    """Answers a memory request with `probabilities`, a KL request with log-probs of −1 (live) or −2 (reference)."""
+
+    def __init__(self, probabilities: Mapping[Key, Sequence[float]] = PROBABILITIES, refusals: int = 0) -> None:
+        self._probabilities, self._refusals = probabilities, refusals
+        self.journal: list[str] = []
+        self.was_asked = asyncio.Event()
+
+    async def __call__(self, request: LogProbRequest) -> LogProbResult:
+        self.journal.append(request.id)
+        self.was_asked.set()
+        if self._refusals:
+            self._refusals -= 1
+            raise Overloaded("the queue is full")
+        kind, task_id, sibling, _ = request.id.split("/")
+        if kind == "memory":
+            values = [np.log([p], dtype=np.float32) for p in self._probabilities[task_id, int(sibling)]]
+        else:
+            values = [np.full(5, -1.0 if kind == "kl-live" else -2.0, np.float32) for _ in request.marked]
+        return LogProbResult(request.id, VERSION, tuple(values))
+
+    async def begin(self, num_requests: int) -> None:
+        self.journal.append(f"begin {num_requests}")
+
+
+async def run(
+    settings: Config | None = None,
+    *,
+    rollouts: FakeRollouts | None = None,
+    rewards: FakeRewards | None = None,
+    logprobs: FakeLogProbs | None = None,
+) -> Collected:
+    ports = (rollouts or FakeRollouts(GROUP), rewards or FakeRewards(q_0=1.0, q_1=0.0))
+    return await collect(REQUESTS, *ports, logprobs, settings or config(), VERSION)
+
+
+async def sampled(settings: Config | None = None) -> tuple[Sample, ...]:
+    return (await run(settings, logprobs=FakeLogProbs())).samples
+
+
+# -- collect ------------------------------------------------------------------------------------------------
+
+
+async def test_samples_come_back_in_the_order_of_the_requests_whoever_ended_first():
+    collected = await run(rollouts=FakeRollouts(GROUP[::-1]), logprobs=FakeLogProbs())
+
+    assert [sample.key for sample in collected.samples] == [("q", 0), ("q", 1)]
+    assert [sample.score for sample in collected.samples] == [Scored(1.0), Scored(0.0)]
+    rewards = [[m.reward for m in sample.memory] for sample in collected.samples]
+    assert rewards[0] == pytest.approx([0.2, 0.6])
+    assert rewards[1] == pytest.approx([-0.1])
+
+
+async def test_streaming_scores_a_trajectory_while_others_still_run():
+    logprobs = FakeLogProbs()
+
+    async def first_was_scored(index: int) -> None:
+        if index == 1:
+            await asyncio.wait_for(logprobs.was_asked.wait(), DEADLINE_S)
+
+    await run(rollouts=FakeRollouts(GROUP, first_was_scored), logprobs=logprobs)
+    assert logprobs.journal == ["memory/q/0/0", "memory/q/1/0"]
+
+
+@pytest.mark.parametrize("sections", [{"memory_reward": {"streaming": False}}, {"run": {"deterministic": True}}])
+async def test_without_streaming_nobody_asks_before_the_last_episode_has_ended(sections):
+    logprobs, rewards = FakeLogProbs(), FakeRewards(q_0=1.0, q_1=0.0)
+
+    async def outcome_only(index: int) -> None:
+        while index == 1 and not rewards.asked:
+            await asyncio.sleep(0)
+        assert logprobs.journal == []
+
+    collected = await run(
+        config(**sections), rollouts=FakeRollouts(GROUP, outcome_only), rewards=rewards, logprobs=logprobs
+    )
+    assert all(sample.memory for sample in collected.samples)
+
+
+async def test_deterministic_mode_says_how_many_requests_come_before_the_first():
+    logprobs = FakeLogProbs()
+    await run(config(run={"deterministic": True}), logprobs=logprobs)
+    assert logprobs.journal == ["begin 2", "memory/q/0/0", "memory/q/1/0"]
+
+
+async def test_deterministic_mode_does_not_announce_a_step_without_requests():
+    logprobs = FakeLogProbs()
+    await run(config(run={"deterministic": True}, memory_reward={"weight": 0}), logprobs=logprobs)
+    assert logprobs.journal == []
+
+
+async def test_evaluation_asks_for_the_outcome_only():
+    collected = await run(logprobs=None)
+    assert [(sample.score, sample.memory) for sample in collected.samples] == [(Scored(1.0), ()), (Scored(0.0), ())]
+
+
+@pytest.mark.parametrize("broken", [finished("q", 1, end_reason=EndReason.ENGINE_FAILED), finished("q", 1, turns=0)])
+async def test_an_episode_that_broke_is_neither_scored_nor_a_zero(broken):
+    rewards, logprobs = FakeRewards(q_0=1.0), FakeLogProbs()
+    collected = await run(rollouts=FakeRollouts((GROUP[0], broken)), rewards=rewards, logprobs=logprobs)
+
+    assert collected.samples[1].score is None
+    assert collected.samples[1].excluded_because
+    assert rewards.asked == ["q/0"]
+    assert logprobs.journal == ["memory/q/0/0"]
+
+
+async def test_a_refused_request_is_offered_again():
+    logprobs = FakeLogProbs(refusals=1)
+    collected = await run(logprobs=logprobs)
+    assert len(logprobs.journal) == 3
+    assert all(sample.memory for sample in collected.samples)
+
+
+async def test_a_broken_scoring_engine_ends_the_step_with_its_own_type_and_leaves_no_task():
+    class Broken(FakeLogProbs):
+        async def __call__(self, request: LogProbRequest) -> LogProbResult:
+            raise WorkerFailed("rank 1 died")
+
+    with pytest.raises(WorkerFailed, match="rank 1 died"):
+        await run(logprobs=Broken())
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_broken_pool_ends_the_step_with_its_own_type():
+    async def no_engine(index: int) -> None:
+        if index == 1:
+            raise EngineFailed("restarted too often")
+
+    with pytest.raises(EngineFailed, match="too often"):
+        await run(rollouts=FakeRollouts(GROUP, no_engine), logprobs=FakeLogProbs())
+
+
+async def test_kl_in_the_reward_asks_both_models_once_a_trajectory():
+    settings = config(algorithm={"kl_in_reward": True, "kl_coef": 0}, memory_reward={"weight": 0})
+    logprobs = FakeLogProbs()
+    collected = await run(settings, logprobs=logprobs)
+
+    assert sorted(logprobs.journal) == [
+        f"kl-{model}/q/{sibling}/0" for model in ("live", "reference") for sibling in (0, 1)
+    ]
+    assert [sample.kl for sample in collected.samples] == [10.0, 5.0]  # 1 a token over all turns
+
+
+# -- assemble -----------------------------------------------------------------------------------------------
+
+
+async def test_the_worked_example_of_the_algorithm():
+    assembled = assemble(await sampled(), config(), step=1, version=VERSION, kl_coef=0)
+
+    (first, second) = assembled.plan.items
+    assert (first.outcome_advantage, second.outcome_advantage) == pytest.approx((0.707106, -0.707106), abs=1e-6)
+    assert first.memory_advantage_S == pytest.approx((-0.094916, 1.044071), abs=1e-6)
+    assert second.memory_advantage_S == pytest.approx((-0.949155,), abs=1e-6)
+    assert assembled.plan.mini_batches == ((0, 1),)
+    assert assembled.plan.policy_version == VERSION
+    assert assembled.advantages["q", 1] == (second.outcome_advantage, second.memory_advantage_S)
+
+
+def judged(key: Key, score: Score | float | None, **kwargs) -> Sample:
+    return Sample(finished(*key, **kwargs), Scored(score) if isinstance(score, float) else score)
+
+
+async def test_an_unscored_trajectory_leaves_the_group_s_statistics():
+    samples = [judged(("q", g), score) for g, score in enumerate((1.0, 0.0, Unscored("took 30 s", "timeout")))]
+    settings = config(run={"max_excluded_share": 0.5})
+    plan = assemble(samples, settings, step=1, version=VERSION, kl_coef=0).plan
+
+    assert [item.summary.sibling for item in plan.items] == [0, 1]
+    assert [item.outcome_advantage for item in plan.items] == pytest.approx([0.707106, -0.707106], abs=1e-6)
+
+
+async def test_too_many_excluded_end_the_run_with_the_reasons_counted():
+    samples = [
+        judged(("q", 0), 1.0),
+        judged(("q", 1), Unscored("took 30 s", "timeout")),
+        judged(("r", 0), Unscored("took 30 s", "timeout")),
+        judged(("r", 1), None, end_reason=EndReason.TOOL_FAILED),
+    ]
+    with pytest.raises(TrainingError, match=r"75%.*max_excluded_share is 20%: 2 × unscored: timeout.*1 × tool_failed"):
+        assemble(samples, config(), step=1, version=VERSION, kl_coef=0)
+
+
+async def test_a_turn_of_other_weights_is_refused():
+    samples = [judged(("q", 0), 1.0), judged(("q", 1), 0.0, version=VERSION - 1)]
+    with pytest.raises(TrainingError, match=r"q/1: sampled by weight versions \[2\], the policy is at 3"):
+        assemble(samples, config(), step=1, version=VERSION, kl_coef=0)
+
+
+async def test_a_non_finite_score_is_excluded_not_spread_over_the_group():
+    samples = [judged(("q", g), score) for g, score in enumerate((1.0, 0.0, math.nan))]
+    settings = config(run={"max_excluded_share": 0.5})
+    assembled = assemble(samples, settings, step=1, version=VERSION, kl_coef=0)
+    assert [item.outcome_advantage for item in assembled.plan.items] == pytest.approx([0.707106, -0.707106], abs=1e-6)
+
+
+async def test_flat_groups_are_sampled_again_until_the_last_round_and_then_dropped():
+    settings = config(algorithm={"kl_coef": 0, "group_filter": {"mode": "resample", "max_resamples": 1}})
+    samples = [judged((task, g), score) for task, scores in {"q": (1.0, 0.0), "r": (0.0, 0.0)}.items()
+               for g, score in enumerate(scores)]  # fmt: skip
+
+    first, last = (
+        assemble(samples, settings, step=1, version=VERSION, kl_coef=0, filter_round=filter_round)
+        for filter_round in (0, 1)
+    )
+    assert (first.num_flat_tasks, last.num_flat_tasks) == (1, 0)
+    for assembled in (first, last):
+        assert {item.summary.task_id for item in assembled.plan.items} == {"q"}
+        assert assembled.metrics["group/kept_share"] == 0.5
+
+
+async def test_a_mini_batch_holds_whole_groups():
+    settings = config(algorithm={"kl_coef": 0, "mini_batches": 2})
+    samples = [judged((f"q{task}", g), float(g)) for task in range(4) for g in range(2)]
+    plan = assemble(samples, settings, step=1, version=VERSION, kl_coef=0).plan
+
+    assert sorted(index for part in plan.mini_batches for index in part) == list(range(8))
+    for part in plan.mini_batches:
+        tasks = [plan.items[index].summary.task_id for index in part]
+        assert len(tasks) == 4
+        assert all(tasks.count(task) == 2 for task in tasks)
+
+
+async def test_the_kl_penalty_moves_the_outcome_and_not_the_memory():
+    settings = config(algorithm={"kl_in_reward": True, "kl_coef": 0, "normalize_by_std": False})
+    samples = await sampled(settings)
+    plain, penalised = (
+        assemble(samples, settings, step=1, version=VERSION, kl_coef=coef).plan.items for coef in (0.0, 0.01)
+    )
+    # scores 1 − .01·10 and 0 − .01·5, centred
+    assert [item.outcome_advantage for item in penalised] == pytest.approx([0.475, -0.475])
+    assert [item.memory_advantage_S for item in penalised] == [item.memory_advantage_S for item in plain]
+
+
+async def test_kappa_stays_without_a_controller_and_moves_towards_its_target_with_one():
+    fixed = config(algorithm={"kl_in_reward": True, "kl_coef": 0})
+    steered = config(
+        algorithm={"kl_in_reward": True, "kl_coef": 0, "adaptive_kl": {"target": 0.5, "horizon": 10}},
+    )
+    samples = await sampled(fixed)  # 1 nat a token
+    assert adapted_kl_coef(samples, fixed, 0.1) == 0.1
+    assert adapted_kl_coef(samples, steered, 0.1) == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))
+    assert adapted_kl_coef((), steered, 0.1) == 0.1
