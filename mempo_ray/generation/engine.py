@@ -67,8 +67,8 @@ class Engine(Protocol):
     async def update(self, manifest: WeightManifest) -> float:
         """Take over the manifest's weights in place and prove them; returns the proof's largest |Δ log-prob|.
 
-        Requests in flight are frozen meanwhile and go on with the new weights. An empty `uri` means that the
-        weights were pushed by a `transfer` already and only the proof is left.
+        Requests in flight are frozen meanwhile and go on with the new weights; a pause ends with it. An empty `uri`
+        means that the weights were pushed by a `transfer` already and only the proof is left.
 
         Raises:
             TrainingError: the log-probs of the proof differ by more than `weight_sync.max_gap`.

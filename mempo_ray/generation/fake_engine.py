@@ -106,6 +106,7 @@ class FakeEngine:
             await self.abort_all()
             raise
         self._version = manifest.version
+        await self.resume()
         return gap
 
     async def transfer(self, step: str, info: Mapping[str, object] | None = None) -> None:

@@ -144,6 +144,8 @@ class VllmEngine:
             self._version = NO_WEIGHTS
             try:
                 async with self._deadline(f"update to weights {manifest.version}", self._weight_sync.timeout_s):
+                    if await llm.is_sleeping():
+                        await llm.wake_up()
                     if manifest.uri:
                         # `keep` with a cleared cache is exact per token: old ones from old weights, new from new.
                         await llm.pause_generation(mode="keep", clear_cache=True)
@@ -154,9 +156,10 @@ class VllmEngine:
                 gap = verified_gap(manifest.proof, logprobs, self._weight_sync.max_gap, manifest.version)
                 self._version = manifest.version
             finally:
-                if self._version == NO_WEIGHTS and not self.errored:
-                    await llm.abort(list(self._in_flight))
                 self._open.set()
+                if self._version == NO_WEIGHTS and not self.errored:
+                    with _as_engine_failure(self._name):
+                        await llm.abort(list(self._in_flight))
             return gap
 
     async def transfer(self, step: str, info: Mapping[str, object] | None = None) -> None:

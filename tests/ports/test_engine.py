@@ -161,6 +161,13 @@ async def test_a_pause_freezes_turns_until_resume(engine: Engine):
     assert same(await waiting, await engine.generate(turn(5)))
 
 
+async def test_an_update_ends_a_pause(case: Case, engine: Engine):
+    await engine.pause()
+    waiting = asyncio.create_task(engine.generate(turn(5)))
+    await engine.update(replace(case.manifests[0], version=3))
+    assert (await waiting).weight_version == 3
+
+
 async def test_a_deadline_ends_a_turn_and_frees_its_place(engine: Engine):
     await engine.pause()
     with pytest.raises(DeadlineExceeded, match=r"0\.05 s"):
