@@ -163,7 +163,8 @@ def checksum(tensors: Mapping[str, Tensor], gang: Gang) -> str:
         if local.numel() == 0 or (gang.rank > 0 and not isinstance(tensor, DTensor)):
             continue  # a plain tensor is replicated: rank 0 speaks for all
         first_row = -(-tensor.shape[0] // gang.world) * gang.rank if tensor.ndim else 0
-        bits = local.cpu().contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()])
+        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        bits = local.cpu().contiguous().view(integers[local.element_size()])
         per_row = bits.reshape(local.shape[0] if local.ndim else 1, -1).sum(1, dtype=torch.int64)
         sums[index] = (per_row * torch.arange(first_row + 1, first_row + 1 + len(per_row))).sum()
     return hashlib.sha256(gang.sum(sums).numpy().tobytes()).hexdigest()

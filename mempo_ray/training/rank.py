@@ -250,8 +250,7 @@ class PolicyRank:
         return facts.extra
 
     def _checksums(self) -> dict[str, str]:
-        state = {name: tensors for name, tensors in self._state().items() if name != "random"}
-        return {name: checksum(tensors, self.gang) for name, tensors in state.items()}
+        return {name: checksum(tensors, self.gang) for name, tensors in self._state().items()}
 
     def _state(self) -> dict[str, dict[str, Tensor]]:
         """Every tensor that a resumed run needs, by section; they share memory with the live ones."""

@@ -105,14 +105,15 @@ def test_a_reference_that_the_checkpoint_lacks_is_a_configuration_error(tiny_mod
         PolicyRank(settings(tiny_model), solo_gang).run(0, LoadCommand(str(tmp_path / "c")))
 
 
-def test_state_that_is_not_what_was_saved_ends_the_run(tiny_model, solo_gang, tmp_path) -> None:
+@pytest.mark.parametrize("section", ["model", "optimizer", "reference", "random"])
+def test_state_that_is_not_what_was_saved_ends_the_run(section, tiny_model, solo_gang, tmp_path) -> None:
     rank = PolicyRank(settings(tiny_model), solo_gang)
     rank.run(0, SaveCommand(str(tmp_path / "c")))
     facts = tmp_path / "c" / "facts.json"
     content = json.loads(facts.read_text())
-    content["checksums"]["model"] = "0"
+    content["checksums"][section] = "0"
     facts.write_text(json.dumps(content))
-    with pytest.raises(TrainingError, match="'model'"):
+    with pytest.raises(TrainingError, match=f"'{section}'"):
         rank.run(1, LoadCommand(str(tmp_path / "c")))
 
 
