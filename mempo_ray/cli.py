@@ -15,6 +15,7 @@ from mempo_ray import driver
 from mempo_ray import fetch as fetch_
 from mempo_ray.config.load import fail, load_config
 from mempo_ray.errors import MempoError
+from mempo_ray.evaluation.transcript import episode_panels, episode_text
 from mempo_ray.preflight import preflight
 from retrieval_index.cli import app as index_app
 
@@ -100,9 +101,9 @@ def ask(
     trajectory = asyncio.run(serving.ask(checkpoint, question, config, overrides or ()))
     console = Console()
     if console.is_terminal:
-        console.print(serving.episode_panels(trajectory))
+        console.print(episode_panels(trajectory))
     else:
-        typer.echo(serving.episode_text(trajectory))
+        typer.echo(episode_text(trajectory))
 
 
 @app.command(context_settings=OVERRIDES)

@@ -9,29 +9,24 @@ any Hugging Face folder. The engines vouch for the folder as it lies there (`gen
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console, Group
-from rich.panel import Panel
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
 
 from mempo_ray import preflight
 from mempo_ray.actors.cluster import connected
 from mempo_ray.actors.fleet import Fleet, open_fleet
 from mempo_ray.agent.prompt import Renderer
-from mempo_ray.agent.protocol import parse_turn
 from mempo_ray.agent.tokenizer import FileTokenizer
 from mempo_ray.config.load import load_file
 from mempo_ray.config.models import model_folder, read_model_shape
 from mempo_ray.config.schema import Config
-from mempo_ray.contracts import EpisodeRequest, Task, Trajectory, Turn
+from mempo_ray.contracts import EpisodeRequest, Task, Trajectory
 from mempo_ray.data.tasks import read_tasks
 from mempo_ray.errors import ConfigError, InfrastructureError
-from mempo_ray.evaluation.metrics import Evaluated, aggregate, evaluated
+from mempo_ray.evaluation.report import EvalReport
 from mempo_ray.generation.engine import unproven
 from mempo_ray.observability.progress import Display, make_display
 from mempo_ray.observability.run_folder import COMPLETE, RunFolder
@@ -40,15 +35,7 @@ from mempo_ray.placement.reserve import cluster_shape
 from mempo_ray.session import open_session, synthetic_passages
 
 EXPORT = "hf"
-SHOWN = {
-    "EM": ("eval/em", "{:.3f}"),
-    "F1": ("eval/f1", "{:.3f}"),
-    "format": ("eval/format_valid_share", "{:.2f}"),
-    "TT": ("eval/total_tokens_mean", "{:,.0f}"),
-    "PT": ("eval/peak_tokens_mean", "{:,.0f}"),
-    "questions": ("eval/num_questions", "{:.0f}"),
-}
-"""Columns of the evaluation's table → metric and format. TT: tokens of all turns, PT: of the longest one."""
+"""Folder of a checkpoint that holds its model (training/checkpoint.py)."""
 
 
 # -- from a checkpoint to a configuration ---------------------------------------------------------------------
@@ -99,7 +86,7 @@ def check(config: Config, tasks: Sequence[Task]) -> None:
 
 
 @asynccontextmanager
-async def serving(config: Config, name: str, display: Display) -> AsyncIterator[tuple[Fleet, RunFolder]]:
+async def serving(config: Config, name: str, display: Display) -> AsyncGenerator[tuple[Fleet, RunFolder]]:
     """The actors of a run without its policy, and a folder `<name>-<time>` for their logs."""
     model_dir = model_folder(config.policy.model)
     folder = RunFolder.create(Path(config.run.dir), name, is_latest=False)
@@ -130,47 +117,6 @@ async def greedy_episodes(
 
 
 # -- eval -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class EvalReport:
-    """Means over questions, by `data_source` and over all of them (M13)."""
-
-    checkpoint: str
-    data: str
-    by_source: dict[str, dict[str, float]]  # data source → metrics of `evaluation.metrics.aggregate`; "all" comes last
-    num_excluded: int = 0
-
-    @classmethod
-    def of(cls, checkpoint: str, data: str, trajectories: Sequence[Trajectory], num_excluded: int = 0) -> EvalReport:
-        by_source: dict[str, list[Evaluated]] = {}
-        for trajectory in trajectories:
-            by_source.setdefault(trajectory.task.data_source, []).append(evaluated(trajectory))
-        means = {source: aggregate(results) for source, results in sorted(by_source.items())}
-        means["all"] = aggregate([result for results in by_source.values() for result in results])
-        return cls(checkpoint, data, means, num_excluded)
-
-    def to_json(self) -> str:
-        rows = {
-            source: {name.removeprefix("eval/"): value for name, value in metrics.items()}
-            for source, metrics in self.by_source.items()
-        }
-        return json.dumps(
-            {"checkpoint": self.checkpoint, "data": self.data, "num_excluded": self.num_excluded, "results": rows},
-            indent=2,
-        )
-
-    def table(self) -> Table:
-        caption = f"{self.num_excluded} episodes excluded (infrastructure)" if self.num_excluded else None
-        table = Table(title=f"{self.checkpoint} on {self.data}", caption=caption, title_justify="left")
-        table.add_column("data source")
-        for heading in SHOWN:
-            table.add_column(heading, justify="right")
-        for source, metrics in self.by_source.items():
-            if source == "all":
-                table.add_section()
-            table.add_row(source, *(form.format(metrics[key]) for key, form in SHOWN.values() if key in metrics))
-        return table
 
 
 async def evaluate(checkpoint: Path, data: str, file: Path | None, overrides: Sequence[str]) -> EvalReport:
@@ -216,58 +162,6 @@ async def ask(checkpoint: Path, question: str, file: Path | None, overrides: Seq
     if excluded:
         raise InfrastructureError(f"ask: {excluded[0]}")
     return trajectories[0]
-
-
-def turn_rows(turn: Turn) -> Iterator[tuple[str, str]]:
-    """(label, text) of what a turn remembered, thought, asked and got; raw where it has no block at all.
-
-    Example: ("memory", "mentor Boko Sari"), ("search", "home Vela"), ("passages", "home Vela Kim .")
-    """
-    blocks = parse_turn([turn.text.encode()]).blocks
-    names = {"mem": "memory", "think": "thought", "search": "search", "answer": "answer"}
-    yield from ((names[block.name], block.text) for block in blocks)
-    if not blocks:
-        yield "text", turn.text
-    if len(turn.tool_ids):
-        yield "passages", turn.tool_text.removeprefix("<tool_response>").removesuffix("</tool_response>")
-    yield "tokens", f"{len(turn.prompt_ids)} in, {len(turn.output_ids)} out"
-
-
-def episode_text(trajectory: Trajectory) -> str:
-    """The episode for a pipe: a block of lines a turn, then how it ended."""
-    lines = [f"question: {trajectory.task.question}"]
-    for number, turn in enumerate(trajectory.turns, start=1):
-        lines.append(f"turn {number}")
-        for label, text in turn_rows(turn):
-            first, *more = text.splitlines() or [""]
-            lines += [f"  {label:<8} {first}", *(f"  {'':<8} {line}" for line in more)]
-    return "\n".join([*lines, outcome(trajectory)])
-
-
-def episode_panels(trajectory: Trajectory) -> Group:
-    """The episode for a terminal: a panel a turn."""
-    styles = {
-        "memory": "bold cyan",
-        "thought": "dim",
-        "search": "yellow",
-        "passages": "green",
-        "answer": "bold magenta",
-    }
-    panels = []
-    for number, turn in enumerate(trajectory.turns, start=1):
-        grid = Table.grid(padding=(0, 2))
-        for label, text in turn_rows(turn):
-            grid.add_row(Text(label, "bold"), Text(text, styles.get(label, "dim")))
-        panels.append(Panel(grid, title=f"turn {number}", title_align="left"))
-    question = Panel(Text(trajectory.task.question, "bold"), title="question", title_align="left")
-    return Group(question, *panels, Text(outcome(trajectory), "bold"))
-
-
-def outcome(trajectory: Trajectory) -> str:
-    """The last line: the answer, or why there is none."""
-    if trajectory.answer is not None:
-        return f"answer: {trajectory.answer}"
-    return f"no answer: the episode ended as {trajectory.end_reason.value} after {len(trajectory.turns)} turns"
 
 
 # -- sft ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,65 @@
+"""One episode for a person, turn by turn, with its memory: what `mempo-ray ask` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from mempo_ray.agent.protocol import parse_turn
+from mempo_ray.contracts import Trajectory, Turn
+
+
+def turn_rows(turn: Turn) -> Iterator[tuple[str, str]]:
+    """(label, text) of what a turn remembered, thought, asked and got; raw where it has no block at all.
+
+    Example: ("memory", "mentor Boko Sari"), ("search", "home Vela"), ("passages", "home Vela Kim .")
+    """
+    blocks = parse_turn([turn.text.encode()]).blocks
+    names = {"mem": "memory", "think": "thought", "search": "search", "answer": "answer"}
+    yield from ((names[block.name], block.text) for block in blocks)
+    if not blocks:
+        yield "text", turn.text
+    if len(turn.tool_ids):
+        yield "passages", turn.tool_text.removeprefix("<tool_response>").removesuffix("</tool_response>")
+    yield "tokens", f"{len(turn.prompt_ids)} in, {len(turn.output_ids)} out"
+
+
+def episode_text(trajectory: Trajectory) -> str:
+    """The episode for a pipe: a block of lines a turn, then how it ended."""
+    lines = [f"question: {trajectory.task.question}"]
+    for number, turn in enumerate(trajectory.turns, start=1):
+        lines.append(f"turn {number}")
+        for label, text in turn_rows(turn):
+            first, *more = text.splitlines() or [""]
+            lines += [f"  {label:<8} {first}", *(f"  {'':<8} {line}" for line in more)]
+    return "\n".join([*lines, outcome(trajectory)])
+
+
+def episode_panels(trajectory: Trajectory) -> Group:
+    """The episode for a terminal: a panel a turn."""
+    styles = {
+        "memory": "bold cyan",
+        "thought": "dim",
+        "search": "yellow",
+        "passages": "green",
+        "answer": "bold magenta",
+    }
+    panels = []
+    for number, turn in enumerate(trajectory.turns, start=1):
+        grid = Table.grid(padding=(0, 2))
+        for label, text in turn_rows(turn):
+            grid.add_row(Text(label, "bold"), Text(text, styles.get(label, "dim")))
+        panels.append(Panel(grid, title=f"turn {number}", title_align="left"))
+    question = Panel(Text(trajectory.task.question, "bold"), title="question", title_align="left")
+    return Group(question, *panels, Text(outcome(trajectory), "bold"))
+
+
+def outcome(trajectory: Trajectory) -> str:
+    """The last line: the answer, or why there is none."""
+    if trajectory.answer is not None:
+        return f"answer: {trajectory.answer}"
+    return f"no answer: the episode ended as {trajectory.end_reason.value} after {len(trajectory.turns)} turns"
