@@ -70,6 +70,7 @@ from mempo_ray.ports import EngineStatus, SyncReport
 from mempo_ray.training.settings import RankSettings
 
 CLOSE_S = 20.0  # for one actor to close by itself before it is killed
+RETRY_S = 0.5  # between two tries to reach an actor that Ray restarts
 READ_S = 60.0  # for a payload to be read from the object store
 
 
@@ -203,6 +204,7 @@ class RayRollouts:
         self._config = config
         self._make_engine = make_engine
         self._workers = list(workers)
+        self._retrieval: list[ActorHandle] = []
         self._members: dict[str, Member] = {}
         self._joins: list[asyncio.Task] = []
         self._watchers: set[asyncio.Task] = set()
@@ -284,11 +286,28 @@ class RayRollouts:
         if not watcher.cancelled() and (error := watcher.exception()) and not self._failure.done():
             self._failure.set_exception(error)
 
+    async def connect_retrieval(self, actors: Sequence[ActorHandle]) -> None:
+        self._retrieval = list(actors)
+        await self._announce()
+
     async def _announce(self) -> None:
-        """Tell every agent worker which engines serve."""
+        """Tell every agent worker what it works with; one that Ray restarted knows nothing."""
         serving = {m.name: m.handle for m in self._members.values() if m.state == "serving"}
-        calls = [worker.set_engines.remote(serving) for worker in self._workers]
-        await asyncio.gather(*(answer(call, "agent worker: engines", CLOSE_S) for call in calls))
+        await asyncio.gather(*(self._tell(worker, serving) for worker in self._workers))
+
+    async def _tell(self, worker: ActorHandle, serving: Mapping[str, ActorHandle]) -> None:
+        """Again while Ray restarts the worker."""
+        timeout_s = self._config.policy.startup_timeout_s
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                await answer(worker.set_retrieval.remote(self._retrieval), "agent worker: start", timeout_s)
+                await answer(worker.set_engines.remote(serving), "agent worker: engines", timeout_s)
+                return
+            except WorkerFailed:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(RETRY_S)
 
     # -- work -------------------------------------------------------------------------------------------
 
@@ -312,10 +331,9 @@ class RayRollouts:
         """Finished trajectories in order of completion. Siblings of a task go to one worker."""
         ended: asyncio.Queue[Finished] = asyncio.Queue()
         shares: list[list[EpisodeRequest]] = [[] for _ in self._workers]
-        tasks = {request.task.task_id: index for index, request in enumerate(requests)}
-        order = {task_id: rank for rank, task_id in enumerate(tasks)}
+        group_of = {task_id: i for i, task_id in enumerate(dict.fromkeys(r.task.task_id for r in requests))}
         for request in requests:
-            shares[order[request.task.task_id] % len(shares)].append(request)
+            shares[group_of[request.task.task_id] % len(shares)].append(request)
         pumps = [asyncio.create_task(self._pump(index, share, ended)) for index, share in enumerate(shares) if share]
         try:
             for _ in range(len(requests)):
@@ -356,12 +374,16 @@ class RayRollouts:
     async def _stream(self, index: int, share: list[EpisodeRequest]) -> AsyncIterator[Finished]:
         """The worker yields payload, summary, payload, summary, …; both objects are owned by this process."""
         deadline_s = self._config.run.step_timeout_s
+        payload = None
         stream = aiter(self._workers[index].run.options(num_returns="streaming").remote(share))
         for _ in range(len(share)):
-            payload = await answer(anext(stream), "agent worker: next trajectory", deadline_s)
-            summary: TrajectorySummary = await answer(
-                await answer(anext(stream), "agent worker: summary", deadline_s), "agent worker: summary", deadline_s
-            )
+            try:
+                payload = await answer(anext(stream), "agent worker: next trajectory", deadline_s)
+                ref = await answer(anext(stream), "agent worker: summary", deadline_s)
+            except StopAsyncIteration:  # what ended the stream early lies in its last object
+                await answer(payload, "agent worker", READ_S)
+                raise WorkerFailed(f"agent worker {index}: its stream ended early") from None
+            summary: TrajectorySummary = await answer(ref, "agent worker: summary", READ_S)
             key = f"{summary.task_id}/{summary.sibling}"
             yield Finished(summary, PayloadRef(key, payload) if summary.num_turns else None)
 
@@ -441,8 +463,7 @@ async def open_fleet(
         startup_s = config.policy.startup_timeout_s
         for name, handles in (("retrieval", retrieval), ("reward", rewards)):
             await asyncio.gather(*(answer(h.ping.remote(), f"{name}: start", startup_s) for h in handles))
-        calls = [worker.set_retrieval.remote(retrieval) for worker in workers]
-        await asyncio.gather(*(answer(call, "agent worker: start", startup_s) for call in calls))
+        await rollouts.connect_retrieval(retrieval)
         policy = None
         if with_policy:
             weights_dir = _weights_dir(folder)
