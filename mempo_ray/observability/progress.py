@@ -75,7 +75,7 @@ class PlainDisplay:
         self._stage, self._done = "", 0
         self._total: int | None = None
         self._stage_start = self._last_line = clock()
-        self._first_step: tuple[int, float] | None = None
+        self._began: tuple[int, float] | None = None  # steps that were done before, and when the next one began
 
     def stage(self, name: str, total: int | None = None) -> None:
         now = self._clock()
@@ -93,10 +93,11 @@ class PlainDisplay:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         now = self._clock()
-        if self._first_step is None:
-            self._first_step = (step, now - values.get("time/step_s", 0.0))
-        first, start = self._first_step
-        left = time_left(step - first + 1, self._num_steps - first, now - start)
+        if self._began is None:  # at the end of step 0, or of the first step after a resume
+            seconds = values.get("time/step_s", 0.0)
+            self._began = (step - (seconds > 0), now - seconds)
+        first, start = self._began
+        left = time_left(step - first, self._num_steps - first, now - start)
         text = "  ".join(f"{head} {value}" for head, value in shown(values))
         self._write(f"step {step}/{self._num_steps}  {text}  {left}")
         self._stage = ""

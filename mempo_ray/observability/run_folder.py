@@ -58,7 +58,10 @@ def complete_checkpoints(root: Path) -> list[Path]:
 
 def newest_checkpoint(runs: Path, name: str) -> Path | None:
     """The newest complete checkpoint over all runs of this name, by time of completion."""
-    found = [path for root in runs.glob(f"{name}-*") for path in complete_checkpoints(root)]
+    roots = [
+        root for root in runs.glob(f"{name}-*") if root.name.rsplit("-", 3)[0] == name
+    ]  # <name>-<day>-<time>-<pid>
+    found = [path for root in roots for path in complete_checkpoints(root)]
     return max(found, key=lambda path: (path / COMPLETE).stat().st_mtime_ns, default=None)
 
 
@@ -99,10 +102,6 @@ class RunFolder:
     def logs(self) -> Path:
         return self.root / "logs"
 
-    @property
-    def metrics_file(self) -> Path:
-        return self.root / "metrics.jsonl"
-
     def checkpoint(self, step: int) -> Path:
         return self.root / "checkpoints" / f"step_{step:06d}"
 
@@ -132,17 +131,26 @@ class RunFolder:
             file.write(text)
 
     def read_metrics(self) -> list[dict]:
-        if not self.metrics_file.exists():
-            return []
-        return [json.loads(line) for line in self.metrics_file.read_text().splitlines()]
+        return self._read_jsonl("metrics.jsonl")
 
     def rewind(self, step: int) -> None:
-        """Drop what was logged after `step`: a resumed run writes those steps again."""
-        kept = [row for row in self.read_metrics() if row["step"] <= step]
-        self.write_text("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
-        for path in self.root.glob("trajectories/step_*.parquet"):
-            if int(path.stem.removeprefix("step_")) > step:
+        """Drop what was logged after `step`, and the last evaluation of a run that had ended: it is all done again."""
+        kept: dict[int, dict] = {}
+        for row in self._read_jsonl("metrics.jsonl"):
+            kept.setdefault(row["step"], row)  # a second row of a step is the last evaluation
+        self._write_jsonl("metrics.jsonl", [row for row in kept.values() if row["step"] <= step])
+        excluded = self._read_jsonl("excluded.jsonl")
+        self._write_jsonl("excluded.jsonl", [row for row in excluded if _logged_step(row["file"]) <= step])
+        for path in self.root.glob("trajectories/*.parquet"):
+            if _logged_step(path.stem) > step:
                 path.unlink()
+
+    def _read_jsonl(self, name: str) -> list[dict]:
+        path = self.root / name
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def _write_jsonl(self, name: str, rows: Sequence[Mapping]) -> None:
+        self.write_text(name, "".join(json.dumps(row) + "\n" for row in rows))
 
     def prune(self, keep: int, best: int | None) -> None:
         """Delete all complete checkpoints but the newest `keep` and the one of step `best`."""
@@ -150,6 +158,11 @@ class RunFolder:
             if checkpoint_step(path) != best:
                 (path / COMPLETE).unlink()  # first: a half-deleted folder must not look complete
                 shutil.rmtree(path)
+
+
+def _logged_step(name: str) -> int:
+    """Step of a trajectory file: `step_0003`, `eval_step_0003_final` → 3."""
+    return int(name.partition("step_")[2].partition("_")[0])
 
 
 def environment() -> dict[str, object]:

@@ -1,0 +1,72 @@
+"""Where numbers go, and the picture at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from mempo_ray.errors import ConfigError
+from mempo_ray.observability.metrics import Fanout, JsonlSink, TrackerSink
+from mempo_ray.observability.report import draw_learning_curve, summary_table
+from mempo_ray.observability.run_folder import RunFolder
+from mempo_ray.observability.timing import StageTimer
+
+
+class ListSink:
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, Mapping[str, float]]] = []
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.rows.append((step, values))
+
+
+def test_every_sink_gets_the_same_numbers(tmp_path):
+    folder, other = RunFolder.create(tmp_path, "run"), ListSink()
+    Fanout([JsonlSink(folder), other]).log(3, {"reward/outcome_mean": 0.5})
+    assert folder.read_metrics() == [{"step": 3, "reward/outcome_mean": 0.5}]
+    assert other.rows == [(3, {"reward/outcome_mean": 0.5})]
+
+
+def test_an_unknown_tracker_is_refused_with_the_known_ones(tmp_path):
+    with pytest.raises(ConfigError, match=r"trackers: unknown \['nosuch'\].*tensorboard"):
+        TrackerSink(["nosuch"], "run", tmp_path, {})
+
+
+def test_stages_add_up_until_they_are_taken():
+    ticks = iter([0.0, 2.0, 10.0, 13.0, 20.0, 21.0])
+    timer = StageTimer(clock=lambda: next(ticks))
+    for name in ("sync", "sync", "save"):
+        with timer.stage(name):
+            pass
+    assert timer.take() == {"time/sync_s": 5.0, "time/save_s": 1.0}
+    assert timer.take() == {}
+
+
+def test_a_stage_that_fails_is_timed_too():
+    ticks = iter([0.0, 4.0])
+    timer = StageTimer(clock=lambda: next(ticks))
+    with pytest.raises(ValueError, match="inside"), timer.stage("step"):
+        raise ValueError("inside")
+    assert timer.take() == {"time/step_s": 4.0}
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [[], [{"step": 0, "eval/em": 0.1}], [{"step": s, "eval/em": 0.1 * s, "memory/p_mem": 0.2} for s in range(15)]],
+    ids=["nothing", "one point", "a curve"],
+)
+def test_the_learning_curve_is_a_picture_whatever_was_logged(metrics, tmp_path: Path):
+    draw_learning_curve(metrics, tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_summary_is_a_short_table_that_says_where_to_look(tmp_path: Path):
+    console = Console(record=True, width=200, file=(tmp_path / "out").open("w"))
+    console.print(summary_table({"em_final": 0.123456, "steps": 3, "nested": {"a": 1}}, Path("runs/quick-1")))
+    text = console.export_text()
+    assert "0.1235" in text
+    assert "runs/quick-1/learning_curve.png" in text
+    assert "nested" not in text
