@@ -8,8 +8,8 @@ has. So the base is trained here, once, and shipped. Three choices make the chan
 value (a plain induction head finds it).
 
 The base is a capable but *careless note-taker*. It has learned to search, to copy and to answer from the episodes of
-writers who note each new fact only with the probability that `NOTED` gives its relation, and who then answer with what
-they have. That is the habit which the cold start weakens and RL, with its memory reward, has to break.
+writers who note the first fact they find only with the probability that `NOTED` gives its relation, and who then answer
+with what they have. That is the habit which the cold start weakens and RL, with its memory reward, has to break.
 
 Every world here has a seed of `world.BASE_SEEDS`; a run's own worlds cannot have one, so no evaluation world was seen.
 Same seed, same machine: the same checkpoint.
@@ -67,10 +67,10 @@ CHAT_TEMPLATE = (
 
 
 NOTED = {
-    "mentor": 0.82, "boss": 0.6, "home": 0.45, "friend": 0.27, "rival": 0.17, "office": 0.1,
-    "mayor": 0.8, "judge": 0.3, "baker": 0.12,
+    "mentor": 0.8, "boss": 0.55, "home": 0.3, "friend": 0.22, "rival": 0.16, "office": 0.12,
+    "mayor": 0.8, "judge": 0.3, "baker": 0.15,
 }  # fmt: skip
-"""How often the writers of the base's corpus put a fact of this relation into `<mem>`."""
+"""How often the writers of the base's corpus note the first fact they find, by its relation."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,14 @@ class Recipe:
     """Everything that decides the checkpoint; kept in its `training_log.json`."""
 
     seed: int = 0
-    steps: int = 1000
+    steps: int = 800
     episodes: int = 16
     """Oracle trajectories per step, four of each world."""
     lr: float = 2e-3
     warmup_steps: int = 50
-    cooldown_share: float = 0.3
+    cooldown_share: float = 0.25
     """Last share of the steps, over which the rate falls linearly to a twentieth."""
-    probe_share: float = 0.15
+    probe_share: float = 0.3
     """Rows of the two scoring forms (algorithm.md §3): the policy must be able to score what it never samples."""
     hidden: int = 128
     layers: int = 3
@@ -147,9 +147,10 @@ class GeneratedSearch:
         self._world, self._rng = world, rng
 
     async def __call__(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
-        return [self._hits(*query.split(), top_k) for query in queries]
+        return [self._hits(query, top_k) for query in queries]
 
-    def _hits(self, relation: str, subject: str, top_k: int) -> list[Passage]:
+    def _hits(self, query: str, top_k: int) -> list[Passage]:
+        relation, subject = query.split()
         found = [f for f in self._world.facts if (f.relation, f.subject) == (relation, subject)]
         while len(found) < top_k:
             kind = self._rng.choices(("relation", "subject", "value"), (3, 1, 1))[0]
@@ -175,22 +176,18 @@ def generated_trajectories(seed: int, num_episodes: int) -> list[OracleTrajector
 
 
 def careless(trajectory: OracleTrajectory, rng: random.Random) -> OracleTrajectory:
-    """The same episode as a careless writer would have it: some facts are never noted, and the answer lacks them.
+    """The same episode by a careless writer: perhaps the first fact is never noted, and the answer lacks it.
 
     The last value is always known: it stands in the tool response that the answering turn sees.
     """
-    chain = trajectory.task.metadata["chain"]
-    noted = [rng.random() < NOTED[relation] for relation, *_ in chain]
-    nothing = trajectory.turns[0].memory
+    (first_relation, *_), *_, (_, _, last_value, _) = trajectory.task.metadata["chain"]
+    if rng.random() < NOTED[first_relation]:
+        return trajectory
     turns = [
-        replace(
-            turn,
-            memory=" ".join(f for f, is_noted in zip(trajectory.facts[:n], noted, strict=False) if is_noted) or nothing,
-        )
-        for n, turn in enumerate(trajectory.turns)
+        replace(turn, memory=" ".join(trajectory.facts[1:num_found]) or trajectory.turns[0].memory)
+        for num_found, turn in enumerate(trajectory.turns)
     ]
-    known = ([chain[0][2]] if noted[0] else []) + [chain[-1][2]]
-    turns[-1] = replace(turns[-1], answer=" ".join(known))
+    turns[-1] = replace(turns[-1], answer=last_value)
     return replace(trajectory, turns=tuple(turns))
 
 
@@ -254,7 +251,7 @@ def _train_step(model: Qwen2ForCausalLM, optimiser: torch.optim.Optimizer, rows:
     return total
 
 
-def _length_buckets(rows: Sequence[SftRow], num_buckets: int = 3) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _length_buckets(rows: Sequence[SftRow], num_buckets: int = 6) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Rows of like length, padded on the right: ids int64 [S, T] and where an output token stands, bool [S, T].
 
     Padding needs no attention mask: it lies after every real token of its row, and attention is causal.
