@@ -39,6 +39,7 @@ from mempo_ray.evaluation.metrics import Evaluated, aggregate, evaluated, paired
 from mempo_ray.evaluation.probes import ProbeContexts, probe_ratios
 from mempo_ray.experience import Assembled, Collected, Sample, adapted_kl_coef, assemble, collect, survivors_of
 from mempo_ray.observability.metrics import Fanout, JsonlSink, TrackerSink
+from mempo_ray.observability.mirror import Mirror
 from mempo_ray.observability.progress import Display, make_display
 from mempo_ray.observability.report import draw_learning_curve, summary_table
 from mempo_ray.observability.resources import MemoryMonitor
@@ -73,6 +74,7 @@ class Session:
 
     config: Config
     folder: RunFolder
+    mirror: Mirror | None  # of a run.dir that is a URI
     fleet: Fleet
     renderer: Renderer
     source: TaskSource
@@ -94,7 +96,7 @@ class Session:
 
     # -- before the loop --------------------------------------------------------------------------------
 
-    async def start(self, checkpoint: Path | None) -> None:
+    async def start(self, checkpoint: str | None) -> None:
         """Continue from a checkpoint, or run the cold start and the first evaluation."""
         if checkpoint is not None:
             with self.timer.stage("restore"):
@@ -292,7 +294,9 @@ class Session:
         kind = "eval" if forced is None else "eval_swapped"
         batches = await self.log_trajectories(f"{kind}_{name}", kept, None)
         results = [evaluated(batch.trajectories()[0]) for batch in batches]
+        counts = await self.fleet.rollouts.stats()  # taken here, so that they are not the next step's
         return results, {
+            **{name.replace("rollout/", "eval/"): value for name, value in counts.items()},
             **aggregate(results),
             "eval/reward_mean": float(np.mean([s.outcome for s in survivors_of(kept)])),
             "eval/num_excluded": float(excluded),
@@ -323,13 +327,23 @@ class Session:
             "next": self._next_requests(),
         }
         with self.timer.stage("checkpoint"):
-            await self.policy.save(str(self.folder.checkpoint(step)), extra)
-        self.folder.prune(self.config.run.keep_checkpoints, self.progress.best_step)
+            await self._write_checkpoint(step, extra)
 
-    async def _restore(self, checkpoint: Path) -> None:
+    async def _write_checkpoint(self, step: int, extra: Mapping[str, object]) -> None:
+        kept = self.config.run.keep_checkpoints, self.progress.best_step
+        if self.mirror is None:
+            await self.policy.save(str(self.folder.checkpoint(step)), extra)
+            self.folder.prune(*kept)
+            return
+        run = self.folder.root.name
+        await self.policy.save(self.mirror.checkpoint(run, step), extra)
+        await asyncio.to_thread(self.mirror.prune, run, *kept)
+        await asyncio.to_thread(self.mirror.push, self.folder.root)
+
+    async def _restore(self, checkpoint: str) -> None:
         """Bring everything back, prove that the next step is the one that would have come, sync the engines."""
         self.display.stage(f"restoring {checkpoint}")
-        extra = await self.policy.load(str(checkpoint))
+        extra = await self.policy.load(checkpoint)
         self.progress = Progress(**extra["progress"])
         self.source.restore(extra["source"])
         if (found := self._next_requests()) != extra["next"]:
@@ -400,18 +414,14 @@ class Session:
 
 
 @asynccontextmanager
-async def open_session(config: Config, *, with_engines: bool = True) -> AsyncGenerator[tuple[Session, Path | None]]:
+async def open_session(config: Config, *, with_engines: bool = True) -> AsyncGenerator[tuple[Session, str | None]]:
     """A run from nothing: folder, Ray, plan, actors, display; closed in reverse order, whatever happens.
 
     Yields the session and the checkpoint that it should continue from, if any.
     """
-    runs = Path(config.run.dir)
-    checkpoint = find_checkpoint(config, runs)
-    if checkpoint is not None and config.run.resume == "auto":
-        folder = RunFolder(checkpoint.parents[1])
-        folder.point_latest()
-    else:
-        folder = RunFolder.create(runs, config.run.name)
+    mirror = Mirror.of(config.run.dir)
+    checkpoint = find_checkpoint(config, mirror)
+    folder = open_run_folder(config, mirror, checkpoint)
     folder.write_text("config.yaml", resolved_yaml(config))
     folder.write_versions()
     display = make_display(config.run.steps)
@@ -419,6 +429,8 @@ async def open_session(config: Config, *, with_engines: bool = True) -> AsyncGen
     sinks: list[MetricSink] = [JsonlSink(folder), display]
     async with AsyncExitStack() as stack:
         stack.callback(display.close)
+        if mirror is not None:
+            stack.push_async_callback(asyncio.to_thread, mirror.push, folder.root)
         if config.trackers:
             tracker = TrackerSink(config.trackers, config.run.name, folder.root, {"config": resolved_yaml(config)})
             stack.callback(tracker.close)
@@ -437,6 +449,7 @@ async def open_session(config: Config, *, with_engines: bool = True) -> AsyncGen
         session = Session(
             config=config,
             folder=folder,
+            mirror=mirror,
             fleet=fleet,
             renderer=Renderer.from_folder(model_dir, FileTokenizer.from_folder(model_dir), config.agent),
             source=TaskSource(train_tasks, config.run.seed, config.data.shuffle),
@@ -449,20 +462,32 @@ async def open_session(config: Config, *, with_engines: bool = True) -> AsyncGen
         yield session, checkpoint
 
 
-def find_checkpoint(config: Config, runs: Path) -> Path | None:
-    """What `run.resume` means: 'auto' = the newest complete checkpoint of this run's name, if there is one.
+def find_checkpoint(config: Config, mirror: Mirror | None) -> str | None:
+    """What `run.resume` means, as a path or URI: 'auto' = the newest complete checkpoint of this run's name, if any.
 
     Raises:
-        ConfigError: a path that is no complete checkpoint.
+        ConfigError: a path that is no complete checkpoint. (Of a URI the ranks say so when they load it.)
     """
-    resume = config.run.resume
+    resume, name = config.run.resume, config.run.name
     if resume == "auto":
-        return newest_checkpoint(runs, config.run.name)
-    if resume and not (Path(resume) / COMPLETE).exists():
+        found = mirror.newest_checkpoint(name) if mirror else newest_checkpoint(Path(config.run.dir), name)
+        return str(found) if found else None
+    if resume and "://" not in resume and not (Path(resume) / COMPLETE).exists():
         raise ConfigError(
             f"run.resume: {resume} is not a complete checkpoint; give a folder checkpoints/step_… of a run, or 'auto'"
         )
-    return Path(resume) if resume else None
+    return resume or None
+
+
+def open_run_folder(config: Config, mirror: Mirror | None, checkpoint: str | None) -> RunFolder:
+    """The folder of the run that `run.resume=auto` goes on with, or a new one."""
+    runs = Path(config.run.dir) if mirror is None else mirror.runs
+    if checkpoint is None or config.run.resume != "auto":
+        return RunFolder.create(runs, config.run.name)
+    run = checkpoint.split("/")[-3]  # …/<run>/checkpoints/step_…
+    folder = RunFolder.open(runs / run if mirror is None else mirror.pull(run))
+    folder.point_latest()
+    return folder
 
 
 def synthetic_passages(config: Config) -> Iterable[Passage]:
