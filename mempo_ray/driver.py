@@ -18,7 +18,6 @@ import asyncio
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mempo_ray.config.load import fail, load_file, parse_command_line
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 STOPPED = 130
 
 
-async def train(session: Session, checkpoint: Path | None) -> dict[str, object] | None:
+async def train(session: Session, checkpoint: str | None) -> dict[str, object] | None:
     """Synchronous MemPO: every token of a step is sampled, scored and trained at one weight version.
 
     Returns the summary, or None where a signal asked to stop (a checkpoint is written first).
@@ -41,16 +40,19 @@ async def train(session: Session, checkpoint: Path | None) -> dict[str, object] 
     await session.start(checkpoint)
     for step in range(session.progress.step + 1, run.steps + 1):
         with session.timer.stage("step"):
-            assembled, collected = await session.sample_and_score(step)
-            values = await session.train(assembled, collected)
-            values |= await session.sync()
+            with session.timer.stage("rollout"):
+                assembled, collected = await session.sample_and_score(step)
+            with session.timer.stage("update"):
+                values = await session.train(assembled, collected)
+            with session.timer.stage("sync"):
+                values |= await session.sync()
         values |= await session.step_metrics(assembled, collected)
         if due(step, config.eval.every, last=0):
             values |= (await session.evaluate(f"step_{step:04d}"))[1]
         stopping = session.stop.is_set()
+        session.log_metrics(step, values)
         if stopping or due(step, run.checkpoint_every, last=run.steps):
             await session.save(step, values)
-        session.log_metrics(step, values)
         if stopping:
             return None
     return await session.finish()

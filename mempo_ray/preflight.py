@@ -35,6 +35,7 @@ from mempo_ray.contracts import Task
 from mempo_ray.data.tasks import read_tasks
 from mempo_ray.data.world import is_synthetic, same_atlas
 from mempo_ray.errors import ConfigError, DataError, MempoError
+from mempo_ray.observability.mirror import Mirror
 from mempo_ray.observability.run_folder import COMPLETE, newest_checkpoint
 from mempo_ray.placement.machine import this_machine
 from mempo_ray.placement.plan import ClusterShape, Plan, make_plan, read_cluster_shape
@@ -321,8 +322,9 @@ def _count_lines(file: Path) -> int | None:
 
 
 def check_run_folder(config: Config) -> None:
-    """A file can be written under `run.dir`. URIs of other file systems are tried at the first write."""
-    if "://" in config.run.dir:
+    """A file can be written under `run.dir`, here or at its URI."""
+    if (mirror := Mirror.of(config.run.dir)) is not None:
+        mirror.check_writable()
         return
     folder = Path(config.run.dir)
     try:
@@ -336,7 +338,7 @@ def check_run_folder(config: Config) -> None:
 def check_resume(config: Config, model: Path) -> None:
     """The checkpoint to continue from is complete and of this model. URIs are checked when they are loaded."""
     wanted = config.run.resume
-    if not wanted or "://" in wanted:
+    if not wanted or "://" in wanted or (wanted == "auto" and "://" in config.run.dir):
         return
     found = newest_checkpoint(Path(config.run.dir), config.run.name) if wanted == "auto" else Path(wanted)
     if found is None:

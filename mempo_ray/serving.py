@@ -28,6 +28,7 @@ from mempo_ray.data.tasks import read_tasks
 from mempo_ray.errors import ConfigError, InfrastructureError
 from mempo_ray.evaluation.report import EvalReport
 from mempo_ray.generation.engine import unproven
+from mempo_ray.observability.mirror import local_runs
 from mempo_ray.observability.progress import Display, make_display
 from mempo_ray.observability.run_folder import COMPLETE, RunFolder
 from mempo_ray.placement.plan import make_plan
@@ -89,7 +90,7 @@ def check(config: Config, tasks: Sequence[Task]) -> None:
 async def serving(config: Config, name: str, display: Display) -> AsyncGenerator[tuple[Fleet, RunFolder]]:
     """The actors of a run without its policy, and a folder `<name>-<time>` for their logs."""
     model_dir = model_folder(config.policy.model)
-    folder = RunFolder.create(Path(config.run.dir), name, is_latest=False)
+    folder = RunFolder.create(local_runs(config.run.dir), name, is_latest=False)
     display.stage("starting Ray and the actors")
     with connected(config, folder.root.name):
         plan = make_plan(config, cluster_shape(), read_model_shape(config.policy.model), with_policy=False).require()

@@ -458,6 +458,7 @@ async def open_session(config: Config, *, with_engines: bool = True) -> AsyncGen
             display=display,
             metrics=Fanout(sinks),
             memory=memory,
+            timer=StageTimer(take_gb=memory.take_gb),
         )
         yield session, checkpoint
 

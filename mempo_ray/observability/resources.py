@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import psutil
 
@@ -24,12 +25,19 @@ def tree_pss_bytes(root: psutil.Process) -> int:
 
 
 class MemoryMonitor:
-    """Largest tree PSS since it was started. `with MemoryMonitor() as monitor: …; monitor.peak_gb`."""
+    """Largest tree PSS since it was started. `with MemoryMonitor() as monitor: …; monitor.peak_gb`.
 
-    def __init__(self, every_s: float = 3.0):
+    Args:
+        read_gb: the present use; of this process and its descendants by default.
+    """
+
+    def __init__(self, every_s: float = 3.0, read_gb: Callable[[], float] | None = None):
         self._every_s = every_s
+        self._read_gb = read_gb or (lambda: tree_pss_bytes(psutil.Process()) / GB)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="memory-monitor", daemon=True)
+        self._lock = threading.Lock()
+        self._last_gb = self._recent_gb = 0.0
         self.peak_gb = 0.0
 
     def __enter__(self) -> MemoryMonitor:
@@ -40,8 +48,21 @@ class MemoryMonitor:
         self._stop.set()
         self._thread.join(timeout=10)
 
+    def sample(self) -> None:
+        """What the thread does every few seconds."""
+        gb = self._read_gb()
+        self.peak_gb = max(self.peak_gb, gb)
+        with self._lock:
+            self._last_gb, self._recent_gb = gb, max(self._recent_gb, gb)
+
+    def take_gb(self) -> float:
+        """Largest sample since the last call; the last one where there was none since. It reads nothing itself, since
+        a reading takes tenths of a second and short stages come often."""
+        with self._lock:
+            taken, self._recent_gb = self._recent_gb or self._last_gb, 0.0
+        return taken
+
     def _watch(self) -> None:
-        root = psutil.Process()
         while not self._stop.is_set():
-            self.peak_gb = max(self.peak_gb, tree_pss_bytes(root) / GB)
+            self.sample()
             self._stop.wait(self._every_s)

@@ -56,11 +56,14 @@ def complete_checkpoints(root: Path) -> list[Path]:
     return sorted(found, key=checkpoint_step)
 
 
+def is_run_of(folder: str, name: str) -> bool:
+    """Whether a folder of this name (<name>-<day>-<time>-<pid>) belongs to a run called `name`."""
+    return folder.rsplit("-", 3)[0] == name
+
+
 def newest_checkpoint(runs: Path, name: str) -> Path | None:
     """The newest complete checkpoint over all runs of this name, by time of completion."""
-    roots = [
-        root for root in runs.glob(f"{name}-*") if root.name.rsplit("-", 3)[0] == name
-    ]  # <name>-<day>-<time>-<pid>
+    roots = [root for root in runs.glob(f"{name}-*") if is_run_of(root.name, name)]
     found = [path for root in roots for path in complete_checkpoints(root)]
     return max(found, key=lambda path: (path / COMPLETE).stat().st_mtime_ns, default=None)
 
@@ -80,9 +83,7 @@ class RunFolder:
         """
         root = runs / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         try:
-            for part in ("trajectories", "checkpoints", "logs"):
-                (root / part).mkdir(parents=True, exist_ok=True)
-            folder = cls(root)
+            folder = cls.open(root)
             if is_latest:
                 folder.point_latest()
         except OSError as error:
@@ -90,6 +91,13 @@ class RunFolder:
                 f"run.dir: cannot write to {runs} ({error.strerror}); choose a writable folder"
             ) from error
         return folder
+
+    @classmethod
+    def open(cls, root: Path) -> RunFolder:
+        """The folder at `root`, made or completed where parts of it are missing."""
+        for part in ("trajectories", "checkpoints", "logs"):
+            (root / part).mkdir(parents=True, exist_ok=True)
+        return cls(root)
 
     def point_latest(self) -> None:
         """`latest` → this run, replaced in one rename so that readers never see it missing."""
