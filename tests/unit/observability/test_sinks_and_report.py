@@ -11,6 +11,7 @@ from rich.console import Console
 from mempo_ray.errors import ConfigError
 from mempo_ray.observability.metrics import Fanout, JsonlSink, TrackerSink
 from mempo_ray.observability.report import draw_learning_curve, summary_table
+from mempo_ray.observability.resources import MemoryMonitor
 from mempo_ray.observability.run_folder import RunFolder
 from mempo_ray.observability.timing import StageTimer
 
@@ -70,3 +71,19 @@ def test_the_summary_is_a_short_table_that_says_where_to_look(tmp_path: Path):
     assert "0.1235" in text
     assert "runs/quick-1/learning_curve.png" in text
     assert "nested" not in text
+
+
+def test_a_stage_has_the_largest_memory_in_use_while_it_was_open():
+    now, use = iter(range(100)), iter([1.0, 2.0, 5.0, 3.0])
+    timer = StageTimer(clock=lambda: float(next(now)), take_gb=lambda: next(use))
+    with timer.stage("step"), timer.stage("update"):
+        pass
+    assert {k: v for k, v in timer.take().items() if k.startswith("ram/")} == {"ram/step_gb": 5.0, "ram/update_gb": 5.0}
+
+
+def test_the_memory_monitor_forgets_what_was_taken_but_not_the_peak():
+    use = iter([1.0, 4.0, 2.0])
+    monitor = MemoryMonitor(read_gb=lambda: next(use))
+    for _ in range(3):
+        monitor.sample()
+    assert (monitor.take_gb(), monitor.take_gb(), monitor.peak_gb) == (4.0, 2.0, 4.0)
