@@ -54,7 +54,7 @@ class Task:
     question: str
     golds: tuple[tuple[str, ...], ...]  # objectives × aliases; the first alias is the primary one
     data_source: str
-    metadata: Mapping[str, object] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def gold_text(self) -> str:

@@ -113,7 +113,7 @@ def plan_of(task: Task) -> OraclePlan | None:
     if chain := metadata.get("chain"):
         return _world_plan(chain)
     if evidences := metadata.get("evidences"):
-        return OraclePlan(tuple(_evidence_hop(*e, _supporting(metadata)) for e in evidences))
+        return OraclePlan(tuple(_evidence_hop(e, _supporting(metadata)) for e in evidences))
     if decomposition := metadata.get("decomposition"):
         return OraclePlan(_decomposition_hops(decomposition))
     return None
@@ -133,9 +133,10 @@ def _world_plan(chain: Sequence[Sequence[str]]) -> OraclePlan:
     return OraclePlan(hops, nothing_known="nothing", enough="done")
 
 
-def _evidence_hop(subject: str, relation: str, value: str, supporting: frozenset[str]) -> Hop:
+def _evidence_hop(evidence: Sequence[str], supporting: frozenset[str]) -> Hop:
     """2Wiki: ["Jaws", "director", "Steven Spielberg"]. The rows do not say which supporting passage proves which
     evidence: it is the one about the subject, or one that mentions the value."""
+    subject, relation, value = evidence
 
     def is_needed(passage: Passage) -> bool:
         about_subject = _fold(passage.title) == _fold(subject)

@@ -14,6 +14,7 @@ import re
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 
@@ -156,7 +157,7 @@ def _verl_question(row: dict) -> str | None:
     return next((m["content"] for m in reversed(messages or []) if m.get("role") == "user"), None)
 
 
-def _golds(answers: object, answer_key: str, where: str) -> tuple[tuple[str, ...], ...]:
+def _golds(answers: Any, answer_key: str, where: str) -> tuple[tuple[str, ...], ...]:
     """str, list of aliases, or list of lists (objectives × aliases), plain or under "target", Python or numpy.
 
     Aliases without content are left out, since an empty answer would match them; a row with no other is refused.

@@ -24,7 +24,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import parse_qsl
 
 from mempo_ray.contracts.trajectory import Passage, Task
@@ -238,7 +238,9 @@ def parse_source(source: str) -> tuple[Split, AtlasSpec]:
     if unknown := sorted(set(given) - set(known)):
         raise DataError(f"{source!r}: unknown key {unknown[0]!r}; known are {', '.join(known)}")
     try:
-        values = {key: tuple(map(int, v.split(","))) if key == "hops" else int(v) for key, v in given.items()}
+        values: dict[str, Any] = {
+            key: tuple(map(int, v.split(","))) if key == "hops" else int(v) for key, v in given.items()
+        }
     except ValueError:
         raise DataError(f"{source!r}: every value is a whole number (hops: numbers joined by commas)") from None
     return split, AtlasSpec(**values)
