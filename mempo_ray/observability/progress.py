@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -42,7 +43,9 @@ class Display(Protocol):
 
 def make_display(num_steps: int, console: Console | None = None) -> Display:
     console = console or Console()
-    return LiveDisplay(num_steps, console) if console.is_terminal else PlainDisplay(num_steps, console.print)
+    if console.is_terminal:
+        return LiveDisplay(num_steps, console)
+    return PlainDisplay(num_steps, functools.partial(console.print, markup=False, soft_wrap=True))
 
 
 def time_left(done: int, total: int | None, elapsed_s: float) -> str:
@@ -142,7 +145,7 @@ class LiveDisplay:
         self._live.update(self._render())
 
     def say(self, text: RenderableType) -> None:
-        self._console.print(text)
+        self._console.print(text, markup=False)
 
     def close(self) -> None:
         self._live.stop()

@@ -74,12 +74,14 @@ def test_a_step_shows_the_metrics_that_people_look_at_and_no_others():
 
 def test_without_a_terminal_there_are_plain_lines_and_no_control_codes():
     text = io.StringIO()
-    display = make_display(2, Console(file=text, width=200))
+    display = make_display(2, Console(file=text, width=40))
     assert isinstance(display, PlainDisplay)
     display.stage("update")
     display.log(1, METRICS)
+    display.say(path := "runs/" + "quickstart-[1]/" * 10)
     display.close()
     assert "\x1b" not in text.getvalue()
+    assert path in text.getvalue().splitlines(), "a path was folded, or read as markup"
 
 
 def test_on_a_terminal_the_panel_shows_stage_steps_and_numbers():
