@@ -93,7 +93,12 @@ async def serving(config: Config, name: str, display: Display) -> AsyncGenerator
     folder = RunFolder.create(local_runs(config.run.dir), name, is_latest=False)
     display.stage("starting Ray and the actors")
     with connected(config, folder.root.name):
-        plan = make_plan(config, cluster_shape(), read_model_shape(config.policy.model), with_policy=False).require()
+        plan = make_plan(
+            config,
+            cluster_shape(config.placement.cluster_shape),
+            read_model_shape(config.policy.model),
+            with_policy=False,
+        ).require()
         passages = () if config.retrieval.index else synthetic_passages(config)
         async with open_fleet(config, plan, model_dir, folder, passages, with_policy=False) as fleet:
             display.stage("waiting for the engines")

@@ -172,7 +172,8 @@ class Session:
         rounds: list[Collected] = []
         num_tasks, filter_round = self.config.data.tasks_per_step, 0
         while True:
-            requests = self.requests(self.source.next(num_tasks))
+            seen = {sample.key[0] for part in rounds for sample in part.samples}  # a round may cross into a new epoch
+            requests = self.requests([task for task in self.source.next(num_tasks) if task.task_id not in seen])
             self.display.stage(f"step {step}: sampling and scoring", len(requests))
             ports = (self.fleet.rollouts, self.fleet.rewards, self.policy)
             rounds.append(await collect(requests, *ports, self.config, self.version, self.display.advance))
@@ -425,7 +426,7 @@ async def open_session(config: Config, *, with_engines: bool = True) -> AsyncGen
     folder.write_text("config.yaml", resolved_yaml(config))
     folder.write_versions()
     display = make_display(config.run.steps)
-    display.say(f"run folder: {folder.root}")
+    display.say(f"run folder: {folder.root}" + (f", copied to {mirror.uri}" if mirror else ""))
     sinks: list[MetricSink] = [JsonlSink(folder), display]
     async with AsyncExitStack() as stack:
         stack.callback(display.close)
@@ -439,7 +440,9 @@ async def open_session(config: Config, *, with_engines: bool = True) -> AsyncGen
         display.stage("starting Ray and the actors")
         stack.enter_context(connected(config, folder.root.name))
         sinks.append(RaySink(folder.root.name))
-        plan = make_plan(config, cluster_shape(), read_model_shape(config.policy.model)).require()
+        plan = make_plan(
+            config, cluster_shape(config.placement.cluster_shape), read_model_shape(config.policy.model)
+        ).require()
         model_dir = model_folder(config.policy.model)
         train_tasks = read_tasks(config.data.train, config.data.question_key, config.data.answer_key)
         held_out = read_tasks(config.data.eval, config.data.question_key, config.data.answer_key)

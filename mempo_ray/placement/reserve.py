@@ -15,7 +15,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mempo_ray.errors import PlacementError
-from mempo_ray.placement.plan import ClusterShape, Node, Plan
+from mempo_ray.placement.plan import ClusterShape, Node, Plan, read_cluster_shape
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +43,13 @@ class Reservation:
         remove_placement_group(self.group)
 
 
-def cluster_shape() -> ClusterShape:
-    """The live nodes of the connected Ray cluster."""
+def cluster_shape(largest: str = "") -> ClusterShape:
+    """The live nodes of the connected Ray cluster, or the file `largest` (`placement.cluster_shape`).
+
+    An autoscaling cluster has nodes only once something asks for them, so there the largest shape counts.
+    """
+    if largest:
+        return read_cluster_shape(largest)
     nodes = []
     for info in ray.nodes():
         resources = info["Resources"]

@@ -254,7 +254,7 @@ def test_a_shortage_on_a_running_cluster_names_the_actor_and_comes_within_second
     """A named cluster of one CPU: nothing is known before Ray is asked."""
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
         done, seconds = _drive(["placement.num_cpus=2", f"placement.address={cluster.address}"], tmp_path)
     finally:
