@@ -55,7 +55,7 @@ def read_tasks(source: str, question_key: str = "question", answer_key: str = "g
 
 
 class TaskSource:
-    """An endless, seeded stream of tasks. Each epoch holds every task once, in an order of its own.
+    """An endless, seeded stream of tasks. Each epoch has an order of its own and holds no task twice.
 
     ``state()`` is all that a checkpoint needs: with the same tasks and seed, ``restore(state())`` continues exactly.
     """
@@ -75,15 +75,18 @@ class TaskSource:
         return len(self._tasks)
 
     def next(self, n: int) -> list[Task]:
-        """The next ``n`` tasks; a batch may cross the border of two epochs and then hold a task twice."""
-        batch = []
-        while len(batch) < n:
-            if self._position == len(self._tasks):
-                self._epoch, self._position = self._epoch + 1, 0
-                self._order = self._order_of(self._epoch)
-            batch.append(self._tasks[self._order[self._position]])
-            self._position += 1
-        return batch
+        """The next ``n`` tasks, all different: an epoch's last ones, if fewer than ``n``, are left out of it.
+
+        Raises DataError where there are fewer than ``n`` tasks in all.
+        """
+        if n > len(self):
+            raise DataError(f"data.tasks_per_step={n} is more than the {len(self)} tasks of data.train; lower it")
+        if self._position + n > len(self):
+            self._epoch, self._position = self._epoch + 1, 0
+            self._order = self._order_of(self._epoch)
+        batch = self._order[self._position : self._position + n]
+        self._position += n
+        return [self._tasks[index] for index in batch]
 
     def state(self) -> dict[str, int]:
         """Where the stream stands, JSON-able: epoch, position in it, seed, and the number of tasks."""

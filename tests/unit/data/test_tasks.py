@@ -117,19 +117,27 @@ def test_each_epoch_holds_every_task_once_in_another_order():
     assert first != second
 
 
-def test_without_shuffle_the_order_is_the_file_s():
-    assert [t.task_id for t in TaskSource(numbered(3), shuffle=False).next(4)] == ["t0", "t1", "t2", "t0"]
+def test_without_shuffle_the_order_is_the_file_s_and_a_step_never_crosses_an_epoch():
+    source = TaskSource(numbered(5), shuffle=False)
+    assert [[t.task_id for t in source.next(2)] for _ in range(3)] == [["t0", "t1"], ["t2", "t3"], ["t0", "t1"]]
 
 
-@pytest.mark.parametrize("taken", [0, 5, 7, 12])
-def test_a_restored_source_goes_on_as_if_never_stopped(taken):
+def test_a_step_of_more_tasks_than_there_are_is_refused():
+    with pytest.raises(DataError, match=r"data\.tasks_per_step=8 is more than the 7 tasks"):
+        TaskSource(numbered(7)).next(8)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_a_restored_source_goes_on_as_if_never_stopped(steps):
     stopped, whole = (TaskSource(numbered(7), seed=2) for _ in range(2))
-    stopped.next(taken)
+    for _ in range(steps):
+        stopped.next(3)
     state = json.loads(json.dumps(stopped.state()))
     resumed = TaskSource(numbered(7), seed=2)
     resumed.restore(state)
-    whole.next(taken)
-    assert resumed.next(9) == whole.next(9)
+    for _ in range(steps):
+        whole.next(3)
+    assert [resumed.next(3) for _ in range(3)] == [whole.next(3) for _ in range(3)]
 
 
 def test_a_position_of_another_file_or_seed_is_refused():
