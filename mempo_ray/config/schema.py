@@ -168,8 +168,6 @@ class Retrieval(Section):
     """'hash' (no model), 'minilm', or a local sentence-encoder folder."""
     embeddings: str = ""
     """Prepared passage embeddings (.npy, row i = passage i) in place of the encoder pass."""
-    mode: Literal["live"] = "live"
-    """How searches are answered."""
     kind: Literal["flat", "ivf", "hnsw", "ivfpq"] = "flat"
     """FAISS index to build."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -352,8 +350,6 @@ class Policy(Section):
     """CPU threads per rank."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the ranks run."""
-    recovery_every: Annotated[int, Field(ge=0)] = 0
-    """Steps between node-local recovery checkpoints; 0 = none."""
     startup_timeout_s: Positive = 300
     """Deadline of the gang's start."""
 

@@ -115,8 +115,10 @@ def test_a_checkpoint_of_the_same_model_is_accepted_whatever_config_json_leaves_
     check_resume(build({"run": {"resume": str(tmp_path)}}), tmp_path)
 
 
-def test_a_remote_run_folder_is_left_to_its_file_system():
-    check_run_folder(build({"run": {"dir": "s3://bucket/runs"}}))
+def test_the_run_folder_may_be_a_uri(tmp_path):
+    check_run_folder(build({"run": {"dir": f"file://{tmp_path}/runs"}}))
+    with pytest.raises(ConfigError, match=r"run\.dir"):
+        check_run_folder(build({"run": {"dir": "nofs://bucket/runs"}}))
 
 
 def test_a_dry_run_tells_what_is_missing_in_place_of_failing(tmp_path):
