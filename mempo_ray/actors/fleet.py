@@ -381,7 +381,8 @@ class RayRollouts:
                 payload = await answer(anext(stream), "agent worker: next trajectory", deadline_s)
                 ref = await answer(anext(stream), "agent worker: summary", deadline_s)
             except StopAsyncIteration:  # what ended the stream early lies in its last object
-                await answer(payload, "agent worker", READ_S)
+                if payload is not None:
+                    await answer(payload, "agent worker", READ_S)
                 raise WorkerFailed(f"agent worker {index}: its stream ended early") from None
             summary: TrajectorySummary = await answer(ref, "agent worker: summary", READ_S)
             key = f"{summary.task_id}/{summary.sibling}"
