@@ -47,7 +47,7 @@ async def train(session: Session, checkpoint: str | None) -> dict[str, object] |
             with session.timer.stage("sync"):
                 values |= await session.sync()
         values |= await session.step_metrics(assembled, collected)
-        if due(step, config.eval.every, last=0):
+        if step < run.steps and due(step, config.eval.every, last=0):  # `finish` has the last one
             values |= (await session.evaluate(f"step_{step:04d}"))[1]
         stopping = session.stop.is_set()
         session.log_metrics(step, values)
