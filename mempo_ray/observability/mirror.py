@@ -5,7 +5,7 @@
     all else           the driver, locally            copied by `push` after each checkpoint and at the end
     run.resume=auto    `newest_checkpoint`, `pull`    the URI's run comes back without its checkpoints
 
-`index/` and `weights/` are not copied: a run makes them again.
+`index/` and `weights/` are not copied: a run makes them again. The local folder is $MEMPO_LOCAL_RUNS, or one in /tmp.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Mirror:
             raise ConfigError(
                 f"run.dir: {run_dir!r} is no path and no URI that pyarrow knows (file, s3, gs, hdfs, abfs): {error}"
             ) from None
-        return cls(run_dir.rstrip("/"), filesystem, path.rstrip("/"), Path(tempfile.gettempdir()) / f"mempo-runs-{os.getuid()}")
+        runs = Path(os.environ.get("MEMPO_LOCAL_RUNS") or Path(tempfile.gettempdir()) / f"mempo-runs-{os.getuid()}")
+        return cls(run_dir.rstrip("/"), filesystem, path.rstrip("/"), runs)
 
     def check_writable(self) -> None:
         """Write a file and delete it. Raises ConfigError."""
