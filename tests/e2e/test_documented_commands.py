@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from mempo_ray.config.load import load_config
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 BIN = Path(sys.executable).parent
@@ -96,6 +98,11 @@ def run(words: list[str], folder: Path, environment: dict[str, str]) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "Not ready on this machine" not in done.stdout or "7b" in " ".join(words), done.stdout[-500:]
+
+
+def test_the_checkpoint_that_the_readme_names_is_the_quickstart_s_last():
+    named = set(re.findall(r"step_(\d{6})", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert named == {f"{load_config([]).run.steps:06d}"}
 
 
 def test_every_link_in_the_pages_leads_somewhere():
