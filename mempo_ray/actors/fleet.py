@@ -267,18 +267,22 @@ class RayRollouts:
         await self._restart(member)
 
     async def _restart(self, member: Member) -> None:
-        began = time.monotonic()
-        member.state, member.num_restarts = "dead", member.num_restarts + 1
-        self.counters.engine_restarts += 1
-        await self._announce()
-        if sum(m.num_restarts for m in self._members.values()) > self._config.rollout.max_restarts:
-            raise EngineFailed(
-                f"{member.name}: engines were restarted more than rollout.max_restarts="
-                f"{self._config.rollout.max_restarts} times; see the engine logs in the run folder"
-            )
-        ray.kill(member.handle)
-        member.handle = self._make_engine(int(member.name.rpartition("-")[2]))
-        await self._join(member)
+        """A new actor in the same place; one that dies before it serves is replaced too, up to the ceiling."""
+        began, has_joined = time.monotonic(), False
+        while not has_joined:
+            member.state, member.num_restarts = "dead", member.num_restarts + 1
+            self.counters.engine_restarts += 1
+            await self._announce()
+            if sum(m.num_restarts for m in self._members.values()) > self._config.rollout.max_restarts:
+                raise EngineFailed(
+                    f"{member.name}: engines were restarted more than rollout.max_restarts="
+                    f"{self._config.rollout.max_restarts} times; see the engine logs in the run folder"
+                )
+            ray.kill(member.handle)
+            member.handle = self._make_engine(int(member.name.rpartition("-")[2]))
+            with contextlib.suppress(EngineFailed):  # it died as well: the next round counts it
+                await self._join(member)
+                has_joined = True
         self.counters.recovery_s += time.monotonic() - began
 
     def _watcher_ended(self, watcher: asyncio.Task) -> None:
