@@ -121,7 +121,7 @@ async def collect(
     """
     began = time.monotonic()
     judge = _Judge(rewards, logprobs, config, version)
-    if config.memory_reward.streaming and not config.run.deterministic:
+    if config.streams_scoring:
         judge.may_ask.set()
     judging: list[asyncio.Task[Sample]] = []
     try:

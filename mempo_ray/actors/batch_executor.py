@@ -41,6 +41,7 @@ from mempo_ray.contracts import (
     LogProbRequest,
     LogProbResult,
     PublishCommand,
+    PushCommand,
     SaveCommand,
     SftBatch,
     SftCommand,
@@ -157,6 +158,10 @@ class BatchExecutor:
     async def publish(self, uri: str) -> WeightManifest:
         """Export the present weights to the folder `uri`."""
         return _value(await self._call_all(Order.EXPORT, PublishCommand(uri)), WeightManifest)
+
+    async def push(self, command: PushCommand) -> None:
+        """Send the present weights into the engines."""
+        await self._call_all(Order.EXPORT, command)
 
     async def save(self, uri: str, extra: Mapping[str, object]) -> None:
         """Write a complete checkpoint to the folder `uri`."""

@@ -18,7 +18,7 @@ import functools
 import itertools
 import shutil
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,11 +31,12 @@ from ray.exceptions import RayError
 from mempo_ray.actors.agent_loop import RemoteAgentLoopWorker
 from mempo_ray.actors.batch_executor import BatchExecutorActor, GangRunner
 from mempo_ray.actors.calls import answer
+from mempo_ray.actors.lease import Lease, SideBySide, Turns
 from mempo_ray.actors.policy import PolicyActor
 from mempo_ray.actors.retrieval import RemoteRetrievalActor, prepare_index
 from mempo_ray.actors.reward import RewardManagerActor
 from mempo_ray.actors.rollout import RemoteRolloutActor, max_concurrency
-from mempo_ray.actors.weight_sync import sync_engines
+from mempo_ray.actors.weight_sync import choose_transport, sync_engines
 from mempo_ray.agent.tokenizer import FileTokenizer
 from mempo_ray.algo.memory_reward import plan_probes
 from mempo_ray.config.schema import Config
@@ -46,6 +47,7 @@ from mempo_ray.contracts import (
     LogProbResult,
     Passage,
     PayloadRef,
+    PushCommand,
     Score,
     SftBatch,
     StepReport,
@@ -82,18 +84,23 @@ class Payloads:
 
 
 class RayPolicy:
-    """`Policy` and `LogProbs` over the batch executor, the gang's only caller."""
+    """`Policy` and `LogProbs` over the batch executor, the gang's only caller. Commands wait for the policy's turn."""
 
-    def __init__(self, executor: ActorHandle, config: Config, weights_dir: Path):
+    def __init__(self, executor: ActorHandle, config: Config, weights_dir: Path, turns: Turns):
         self._executor = executor
+        self._turns = turns
+        self._transport = choose_transport(config)
+        self._gpus_per_engine = config.rollout.tensor_parallel
+        self._sync_s = config.weight_sync.timeout_s
         self._command_s = config.batch_executor.command_timeout_s
         self._grace_s = 10.0  # the executor's own deadline fires first and says more
         self._weights_dir = weights_dir
         self._published = itertools.count()
 
     async def __call__(self, request: LogProbRequest) -> LogProbResult:
-        call = self._executor.logprobs.remote(request)
-        return await answer(call, f"log-probs {request.id}", request.deadline_s + self._grace_s)
+        async with self._turns.held_by("policy"):
+            call = self._executor.logprobs.remote(request)
+            return await answer(call, f"log-probs {request.id}", request.deadline_s + self._grace_s)
 
     async def train(self, plan: TrainPlan) -> StepReport:
         return await self._command("train", plan)
@@ -114,6 +121,10 @@ class RayPolicy:
                 shutil.rmtree(old, ignore_errors=True)
         return manifest
 
+    async def push(self, engines: Mapping[str, ActorHandle]) -> None:
+        """Send the published version into these engines (by the names of their lives), in the engines' turn."""
+        await self._ask("push", PushCommand(self._transport, engines, self._gpus_per_engine, self._sync_s))
+
     async def save(self, uri: str, extra: Mapping[str, object]) -> None:
         await self._command("save", uri, extra)
 
@@ -125,9 +136,13 @@ class RayPolicy:
         await self._command("begin", num_requests)
 
     async def stats(self) -> Mapping[str, float]:
-        return await self._command("stats")
+        return await self._ask("stats")
 
     async def _command(self, name: str, *arguments: object) -> Any:
+        async with self._turns.held_by("policy"):
+            return await self._ask(name, *arguments)
+
+    async def _ask(self, name: str, *arguments: object) -> Any:
         call = getattr(self._executor, name).remote(*arguments)
         return await answer(call, f"batch executor: {name}", self._command_s + self._grace_s)
 
@@ -212,6 +227,9 @@ class RayRollouts:
         self._sync_lock = asyncio.Lock()  # a joining engine must not miss a version that is being pushed
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.counters = RolloutCounters()
+        colocated = config.placement.layout == "colocated"
+        self.turns: Turns = Lease(self._pause_all, self._resume_all) if colocated else SideBySide()
+        self.push: Callable[[Mapping[str, ActorHandle]], Awaitable[None]] | None = None  # None: engines pull
 
     # -- membership -------------------------------------------------------------------------------------
 
@@ -264,7 +282,8 @@ class RayRollouts:
         if member.state == "draining":
             member.state = "dead"
             return
-        await self._restart(member)
+        async with self.turns.held_by("engines"):
+            await self._restart(member)
 
     async def _restart(self, member: Member) -> None:
         """A new actor in the same place; one that dies before it serves is replaced too, up to the ceiling."""
@@ -289,6 +308,26 @@ class RayRollouts:
         self._watchers.discard(watcher)
         if not watcher.cancelled() and (error := watcher.exception()) and not self._failure.done():
             self._failure.set_exception(error)
+
+    async def _pause_all(self) -> None:
+        """Engines give their GPUs to the policy."""
+        await asyncio.gather(*self._joins)
+        await self._tell_engines("pause", release_memory=True)
+
+    async def _resume_all(self) -> None:
+        await self._tell_engines("resume")
+
+    async def _tell_engines(self, verb: str, **arguments: object) -> None:
+        """One that does not obey is ended; its watcher replaces it when it is the engines' turn."""
+
+        async def tell(member: Member) -> None:
+            call = getattr(member.handle, verb).remote(**arguments)
+            try:
+                await answer(call, f"{member.name}: {verb}", self._config.weight_sync.timeout_s, EngineFailed)
+            except InfrastructureError:
+                ray.kill(member.handle)
+
+        await asyncio.gather(*(tell(m) for m in self._members.values() if m.state in ("stale", "serving")))
 
     async def connect_retrieval(self, actors: Sequence[ActorHandle]) -> None:
         self._retrieval = list(actors)
@@ -319,11 +358,13 @@ class RayRollouts:
         """All serving engines hold and have proven `manifest.version`, or the dead ones are being replaced."""
         await asyncio.gather(*self._joins)
         self._joins.clear()
-        async with self._sync_lock:
+        async with self.turns.held_by("engines"), self._sync_lock:
             self._manifest = manifest
             members = {m.name: m for m in self._members.values() if m.state in ("stale", "serving")}
             updates = {name: functools.partial(self._update, member) for name, member in members.items()}
-            outcome = await sync_engines(manifest, updates, self._config.weight_sync.timeout_s)
+            lives = {f"{m.name}/{m.num_restarts}": m.handle for m in members.values()}
+            push = None if self.push is None else functools.partial(self.push, lives)
+            outcome = await sync_engines(manifest, updates, self._config.weight_sync.timeout_s, push)
             for name, member in members.items():
                 member.state = "dead" if name in outcome.failed else "serving"
         await self._announce()
@@ -338,14 +379,15 @@ class RayRollouts:
         group_of = {task_id: i for i, task_id in enumerate(dict.fromkeys(r.task.task_id for r in requests))}
         for request in requests:
             shares[group_of[request.task.task_id] % len(shares)].append(request)
-        pumps = [asyncio.create_task(self._pump(index, share, ended)) for index, share in enumerate(shares) if share]
-        try:
-            for _ in range(len(requests)):
-                yield await self._next(ended, pumps)
-        finally:
-            for pump in pumps:
-                pump.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
+        async with self.turns.held_by("engines"):
+            pumps = [asyncio.create_task(self._pump(i, share, ended)) for i, share in enumerate(shares) if share]
+            try:
+                for _ in range(len(requests)):
+                    yield await self._next(ended, pumps)
+            finally:
+                for pump in pumps:
+                    pump.cancel()
+                await asyncio.gather(*pumps, return_exceptions=True)
 
     async def _next(self, ended: asyncio.Queue[Finished], pumps: Sequence[asyncio.Task]) -> Finished:
         getter = asyncio.ensure_future(ended.get())
@@ -460,7 +502,8 @@ async def open_fleet(
         workers = [await closing(actors.agent_loop(i)) for i in range(config.agent.workers)]
         rollouts = RayRollouts(config, actors.engine, workers)
         stack.push_async_callback(rollouts.close)
-        if with_engines:
+        colocated = config.placement.layout == "colocated"
+        if with_engines and not colocated:
             rollouts.start()
         index = await asyncio.to_thread(prepare_index, config.retrieval, passages, folder.root / "index")
         retrieval = [await closing(actors.retrieval(i, index)) for i in range(config.retrieval.replicas)]
@@ -474,7 +517,10 @@ async def open_fleet(
             weights_dir = _weights_dir(folder)
             stack.callback(shutil.rmtree, weights_dir, ignore_errors=True)
             executor = await _start_gang(config, actors, stack, startup_s)
-            policy = RayPolicy(executor, config, weights_dir)
+            policy = RayPolicy(executor, config, weights_dir, rollouts.turns)
+            rollouts.push = policy.push if choose_transport(config) != "pull" else None
+        if with_engines and colocated:
+            rollouts.start()  # vLLM measures what the ranks have left it, so they must be there first
         search = RaySearch(retrieval, config.agent.limits.search_s)
         yield Fleet(rollouts, RayRewards(rewards, config.reward.timeout_s), search, Payloads(), policy)
 
@@ -520,7 +566,7 @@ class _Actors:
             f"rollout-{index}",
             str(self.model_dir),
             self.config.rollout,
-            self.config.weight_sync,
+            self.config.weight_sync.model_copy(update={"transport": choose_transport(self.config)}),
             self.end_of_turn_id,
             str(self.folder.logs.resolve()),
         )

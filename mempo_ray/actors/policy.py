@@ -10,16 +10,19 @@ torch is imported in `start`, so the driver may import this module without it.
 from __future__ import annotations
 
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import psutil
 import ray
+from ray.actor import ActorHandle
 
-from mempo_ray.contracts import Batch, Command, CommandReply
+from mempo_ray.actors.weight_sync import EngineClient
+from mempo_ray.contracts import Batch, Command, CommandReply, PushCommand
 from mempo_ray.errors import WorkerFailed
 from mempo_ray.training.settings import RankSettings
 
 if TYPE_CHECKING:
+    from mempo_ray.generation.vllm_push import WeightSender
     from mempo_ray.training.rank import PolicyRank
 
 
@@ -30,6 +33,7 @@ class PolicyWorker:
         self.settings = settings
         self._name = "policy"
         self._rank: PolicyRank | None = None
+        self._sender: WeightSender | None = None
 
     def rendezvous(self) -> tuple[str, int]:
         """This node's ip and a free port on it; rank 0's is the meeting place of all."""
@@ -60,7 +64,7 @@ class PolicyWorker:
         policy = self.settings.policy
         torch.set_num_threads(policy.threads)
         gang = Gang.join(rank, world, master, policy.device, self.settings.collective_timeout_s)
-        self._rank = PolicyRank(self.settings, gang, version=version)
+        self._rank = PolicyRank(self.settings, gang, version=version, push=self._push)
         return sum(p.numel() for p in self._rank.model.parameters())
 
     def run(self, sequence: int, command: Command, *payloads: Batch) -> CommandReply:
@@ -68,6 +72,18 @@ class PolicyWorker:
         if self._rank is None:
             raise WorkerFailed(f"{self._name}: a command before start()")
         return self._rank.run(sequence, command, *payloads)
+
+    def _push(self, rank: PolicyRank, command: PushCommand) -> None:
+        """Through vLLM's transfer engine, which stays in this process from push to push."""
+        from mempo_ray.generation.vllm_push import CastSource, WeightSender, init_info
+
+        self._sender = self._sender or WeightSender()
+        engines = cast(list[ActorHandle], list(command.engines.values()))
+        client = EngineClient(engines, command.gpus_per_engine, command.timeout_s)
+        num_engine_gpus = len(engines) * command.gpus_per_engine
+        info = init_info(command.transport, rank.gang.rank, self.rendezvous(), num_engine_gpus)
+        source = CastSource(rank.model, rank.forward_dtype, rank.gang.device)
+        self._sender.send(source, info, client, list(command.engines))
 
     def __repr__(self) -> str:
         return f"PolicyWorker({self._name})"

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import psutil
 import ray
@@ -132,19 +132,9 @@ class RolloutActor:
         self._draining = True
         await self._engine.close()
 
-    # The four verbs of vLLM's RayVLLMWeightSyncClient: on GPUs the trainer pushes weights through them.
-
-    async def init_weight_transfer_engine(self, request: Any) -> None:
-        await self._engine.transfer("init", request.init_info)
-
-    async def start_weight_update(self) -> None:
-        await self._engine.transfer("start")
-
-    async def update_weights(self, request: Any) -> None:
-        await self._engine.transfer("update", request.update_info)
-
-    async def finish_weight_update(self) -> None:
-        await self._engine.transfer("finish")
+    async def transfer(self, step: str, info: Mapping[str, object] | None = None) -> None:
+        """One step of a push from the trainer (weight_sync.EngineClient), see `Engine.transfer`."""
+        await self._engine.transfer(step, info)
 
     def _state(self) -> str:
         if self._engine.errored:

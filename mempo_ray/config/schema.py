@@ -435,6 +435,11 @@ class Config(Section):
         return self.data.tasks_per_step * self.algorithm.group_size
 
     @property
+    def streams_scoring(self) -> bool:
+        """Whether a trajectory is scored beside generation; on shared GPUs the policy has to wait for its turn."""
+        return self.memory_reward.streaming and not self.run.deterministic and self.placement.layout != "colocated"
+
+    @property
     def needs_reference(self) -> bool:
         a = self.algorithm
         return a.kl_coef > 0 or a.kl_in_reward or self.memory_reward.scorer == "reference"

@@ -57,6 +57,19 @@ class PublishCommand:
 
 
 @dataclass(frozen=True)
+class PushCommand:
+    """Send the weights straight into the engines' GPUs; all ranks gather, rank 0 sends. Reply value: None.
+
+    The names of `engines` change when an engine is replaced. Handles are opaque, as in `PayloadRef`.
+    """
+
+    transport: str  # "nccl" | "ipc"
+    engines: Mapping[str, object]  # name of this life of the engine → handle
+    gpus_per_engine: int
+    timeout_s: float  # of each answer of an engine
+
+
+@dataclass(frozen=True)
 class FreezeReferenceCommand:
     """Keep the present weights as π_ref (start of RL, after the cold start). Resets optimiser and schedule."""
 
@@ -76,7 +89,16 @@ class LoadCommand:
     uri: str
 
 
-Command = ScoreCommand | TrainCommand | SftCommand | PublishCommand | FreezeReferenceCommand | SaveCommand | LoadCommand
+Command = (
+    ScoreCommand
+    | TrainCommand
+    | SftCommand
+    | PublishCommand
+    | PushCommand
+    | FreezeReferenceCommand
+    | SaveCommand
+    | LoadCommand
+)
 
 
 @dataclass(frozen=True)

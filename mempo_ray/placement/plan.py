@@ -310,6 +310,12 @@ def _contradictions(config: Config) -> list[str]:
         found.append("policy.device=cuda needs placement.layout=colocated or disaggregated; the layout is cpu.")
     if layout != "cpu" and config.policy.device == "cpu":
         found.append(f"placement.layout={layout} needs policy.device=cuda; it is cpu.")
+    transport = config.weight_sync.transport
+    if (transport == "ipc") != (layout == "colocated") and transport != "auto":
+        found.append(f"weight_sync.transport={transport} does not fit placement.layout={layout}: colocated engines "
+                     "take CUDA IPC, all others nccl or pull; set weight_sync.transport=auto.")  # fmt: skip
+    if transport == "nccl" and layout == "cpu":
+        found.append("weight_sync.transport=nccl needs GPUs (placement.layout=disaggregated); set it to auto.")
     if layout == "colocated" and config.rollout.tensor_parallel > 1:
         found.append("placement.layout=colocated shares one GPU between a rank and an engine: set "
                      "rollout.tensor_parallel=1, or layout=disaggregated.")  # fmt: skip

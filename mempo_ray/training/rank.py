@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import resource
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -26,6 +26,7 @@ from mempo_ray.contracts import (
     LoadCommand,
     LogProbResult,
     PublishCommand,
+    PushCommand,
     SaveCommand,
     ScoreCommand,
     SftBatch,
@@ -44,6 +45,9 @@ from mempo_ray.training.settings import RankSettings
 from mempo_ray.training.sharding import Gang
 from mempo_ray.training.step import PolicyUpdate, make_optimizer, supervised_step
 
+Push = Callable[["PolicyRank", PushCommand], None]
+"""Sends the rank's weights, as its `forward_dtype`, to the engines. Collective."""
+
 
 class PolicyRank:
     """State of one rank.
@@ -51,10 +55,17 @@ class PolicyRank:
     Args:
         version: the highest weight version that an earlier gang of this run has reached; a load stays above it.
         master_dtype: of the stored weights (float64 in numerics tests).
+        push: how a `PushCommand` is obeyed; None where weights are pulled only.
     """
 
     def __init__(
-        self, settings: RankSettings, gang: Gang, *, version: int = 0, master_dtype: torch.dtype = torch.float32
+        self,
+        settings: RankSettings,
+        gang: Gang,
+        *,
+        version: int = 0,
+        master_dtype: torch.dtype = torch.float32,
+        push: Push | None = None,
     ) -> None:
         for plugin in settings.plugins:
             importlib.import_module(plugin)
@@ -72,6 +83,7 @@ class PolicyRank:
         self.limits = Limits(int(shape.vocab_size), int(getattr(shape, "max_position_embeddings", 2**31)))
         self.next_sequence = self.schedule_step = 0
         self.version = version
+        self.push = push or _no_push
 
     def run(self, sequence: int, command: Command, *payloads: Batch) -> CommandReply:
         """Obey one command.
@@ -98,6 +110,8 @@ class PolicyRank:
                 return self.supervise(command, cast(Sequence[SftBatch], payloads))
             case PublishCommand(uri):
                 return self.publish(uri)
+            case PushCommand():
+                return self.push(self, command)
             case FreezeReferenceCommand():
                 return self.freeze_reference()
             case SaveCommand(uri, extra):
@@ -260,3 +274,7 @@ class PolicyRank:
         if self.reference is not None:
             state["reference"] = {n: p.detach() for n, p in self.reference.named_parameters()}
         return state | {"random": checkpoint.random_state()}
+
+
+def _no_push(*_: object) -> None:
+    raise WorkerFailed("weight_sync.transport: this gang was started without a way to push weights")

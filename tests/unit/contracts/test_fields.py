@@ -21,6 +21,7 @@ FIELDS = {
     "PayloadRef": "key handle num_bytes",
     "Probe": "ids start stop objective",
     "PublishCommand": "uri",
+    "PushCommand": "transport engines gpus_per_engine timeout_s",
     "Ragged": "values offsets",
     "SaveCommand": "uri extra",
     "ScoreCommand": "requests payload_index model",
