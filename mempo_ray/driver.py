@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from mempo_ray.config.load import fail, load_file, parse_command_line
 from mempo_ray.config.schema import Config
-from mempo_ray.errors import MempoError
+from mempo_ray.errors import GangLost, MempoError
 from mempo_ray.preflight import preflight
 
 if TYPE_CHECKING:
@@ -36,26 +36,37 @@ async def train(session: Session, checkpoint: str | None) -> dict[str, object] |
 
     Returns the summary, or None where a signal asked to stop (a checkpoint is written first).
     """
-    run, config = session.config.run, session.config
     await session.start(checkpoint)
-    for step in range(session.progress.step + 1, run.steps + 1):
-        with session.timer.stage("step"):
-            with session.timer.stage("rollout"):
-                assembled, collected = await session.sample_and_score(step)
-            with session.timer.stage("update"):
-                values = await session.train(assembled, collected)
-            with session.timer.stage("sync"):
-                values |= await session.sync()
-        values |= await session.step_metrics(assembled, collected)
-        if step < run.steps and due(step, config.eval.every, last=0):  # `finish` has the last one
-            values |= (await session.evaluate(f"step_{step:04d}"))[1]
-        stopping = session.stop.is_set()
-        session.log_metrics(step, values)
-        if stopping or due(step, run.checkpoint_every, last=run.steps):
-            await session.save(step, values)
-        if stopping:
+    while session.progress.step < session.config.run.steps:
+        try:
+            stopped = await take_step(session, session.progress.step + 1)
+        except GangLost as lost:
+            await session.recover(lost)  # back to the newest checkpoint
+            continue
+        if stopped:
             return None
     return await session.finish()
+
+
+async def take_step(session: Session, step: int) -> bool:
+    """One step with its evaluation and checkpoint, where they are due. True: a signal asked to stop."""
+    run = session.config.run
+    with session.timer.stage("step"):
+        with session.timer.stage("rollout"):
+            assembled, collected = await session.sample_and_score(step)
+        with session.timer.stage("update"):
+            values = await session.train(assembled, collected)
+        with session.timer.stage("sync"):
+            values |= await session.sync()
+    values |= await session.step_metrics(assembled, collected)
+    if step < run.steps and due(step, session.config.eval.every, last=0):  # `finish` has the last one
+        values |= (await session.evaluate(f"step_{step:04d}"))[1]
+    session.log_metrics(step, values)
+    stopping = session.stop.is_set()
+    if stopping or due(step, run.checkpoint_every, last=run.steps):
+        await session.save(step, values)
+    session.progress.step = step
+    return stopping
 
 
 def due(step: int, every: int, last: int) -> bool:

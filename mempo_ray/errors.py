@@ -8,7 +8,8 @@
     │   ├── DeadlineExceeded
     │   ├── EngineFailed      a rollout engine or its actor died or answered nonsense
     │   ├── ToolFailed        a search that failed after its retries
-    │   ├── WorkerFailed      a policy rank, reward worker or executor died
+    │   ├── WorkerFailed      a worker died or answered nonsense
+    │   │   └── GangLost      the policy's ranks or their executor; a new gang goes on from the newest checkpoint
     │   ├── PayloadLost       a payload left the object store before its last reader
     │   └── Overloaded        a bounded queue refused a request
     └── TrainingError         the run itself: drift, unverified sync, too many exclusions (exit code 4)
@@ -64,7 +65,11 @@ class ToolFailed(InfrastructureError):
 
 
 class WorkerFailed(InfrastructureError):
-    """A policy rank, reward worker or the batch executor died."""
+    """An agent worker, reward worker or policy rank died or answered something that is not an answer."""
+
+
+class GangLost(WorkerFailed):
+    """All policy ranks have been ended, because one died, hung or broke, or their executor died."""
 
 
 class PayloadLost(InfrastructureError):

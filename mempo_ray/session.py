@@ -34,7 +34,7 @@ from mempo_ray.contracts import EpisodeRequest, Passage, Task, TrajectoryBatch
 from mempo_ray.data.oracle import OracleTrajectory, oracle_trajectories
 from mempo_ray.data.tasks import TaskSource, read_tasks
 from mempo_ray.data.world import same_atlas
-from mempo_ray.errors import ConfigError, TrainingError
+from mempo_ray.errors import ConfigError, GangLost, TrainingError
 from mempo_ray.evaluation.metrics import Evaluated, aggregate, evaluated, paired_interval
 from mempo_ray.evaluation.probes import ProbeContexts, probe_ratios
 from mempo_ray.experience import Assembled, Collected, Sample, adapted_kl_coef, assemble, collect, survivors_of
@@ -87,6 +87,8 @@ class Session:
     progress: Progress = field(default_factory=Progress)
     began: float = field(default_factory=time.monotonic)
     version: int = 0
+    newest_checkpoint: str | None = None
+    num_gang_restarts: int = 0
     stop: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -247,6 +249,7 @@ class Session:
             "time/generation_s": collected.generation_s,
             "time/exposed_scoring_s": collected.exposed_s,
             "reward/kl_coef": self.progress.kl_coef,
+            "policy/num_restarts": float(self.num_gang_restarts),
         }
 
     # -- trajectory log ---------------------------------------------------------------------------------
@@ -332,19 +335,40 @@ class Session:
 
     async def _write_checkpoint(self, step: int, extra: Mapping[str, object]) -> None:
         kept = self.config.run.keep_checkpoints, self.progress.best_step
-        if self.mirror is None:
-            await self.policy.save(str(self.folder.checkpoint(step)), extra)
-            self.folder.prune(*kept)
-            return
         run = self.folder.root.name
-        await self.policy.save(self.mirror.checkpoint(run, step), extra)
-        await asyncio.to_thread(self.mirror.prune, run, *kept)
-        await asyncio.to_thread(self.mirror.push, self.folder.root)
+        uri = self.mirror.checkpoint(run, step) if self.mirror else str(self.folder.checkpoint(step))
+        await self.policy.save(uri, extra)
+        self.newest_checkpoint = uri
+        if self.mirror is None:
+            self.folder.prune(*kept)
+        else:
+            await asyncio.to_thread(self.mirror.prune, run, *kept)
+            await asyncio.to_thread(self.mirror.push, self.folder.root)
+
+    async def recover(self, lost: GangLost) -> None:
+        """Start lost ranks again from the newest checkpoint. The step counter goes back with it, versions never do.
+
+        Raises:
+            GangLost: there is no checkpoint yet, or `policy.max_restarts` are used up.
+        """
+        ceiling = self.config.policy.max_restarts
+        if self.newest_checkpoint is None or self.num_gang_restarts == ceiling:
+            remedy = "lower run.checkpoint_every" if self.newest_checkpoint is None else "go on with run.resume=auto"
+            used = f"{self.num_gang_restarts} of policy.max_restarts={ceiling} restarts are used"
+            raise GangLost(f"{lost}; {used}, newest checkpoint: {self.newest_checkpoint}; {remedy}") from lost
+        self.num_gang_restarts += 1
+        self.display.say(f"policy ranks lost ({lost}); going back to {self.newest_checkpoint}")
+        seconds = self.progress.seconds
+        with self.timer.stage("recovery"):
+            await self.policy.restart(self.version)
+            await self._restore(self.newest_checkpoint)
+        self.progress.seconds = seconds  # of earlier processes: this one's clock has not gone back
 
     async def _restore(self, checkpoint: str) -> None:
         """Bring everything back, prove that the next step is the one that would have come, sync the engines."""
         self.display.stage(f"restoring {checkpoint}")
         extra = await self.policy.load(checkpoint)
+        self.newest_checkpoint = checkpoint
         self.progress = Progress(**extra["progress"])
         self.source.restore(extra["source"])
         if (found := self._next_requests()) != extra["next"]:

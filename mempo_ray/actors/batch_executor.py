@@ -8,8 +8,8 @@ produces     LogProbResult, StepReport, WeightManifest; each with the weight ver
 order        log-probs that came before a command run before it, later ones after it: no micro-batch straddles
              a weight version, and no stream of scoring starves an update. Among waiting commands: `Order`.
 waits        a log-prob request at most its deadline; a command for those before it, each of which has one
-on failure   a bad item fails alone; a lost rank fails every pending and following call with WorkerFailed, and
-             all ranks are ended. Whoever owns the gang (actors/fleet.py) makes a new gang and a new executor.
+on failure   a bad item fails alone; a lost rank fails every pending and following call with GangLost, and all
+             ranks are ended. Whoever owns the gang (actors/fleet.py) makes a new gang and a new executor.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from mempo_ray.contracts import (
 from mempo_ray.errors import (
     DataError,
     DeadlineExceeded,
+    GangLost,
     MempoError,
     TrainingError,
     WorkerFailed,
@@ -102,7 +103,7 @@ class BatchExecutor:
         self._wake = asyncio.Event()
         self._serving: asyncio.Task | None = None
         self._state = "running"
-        self._failure: WorkerFailed | None = None
+        self._failure: GangLost | None = None
         self._counters: defaultdict[str, float] = defaultdict(float)
 
     # -- calls ----------------------------------------------------------------------------------------
@@ -112,7 +113,7 @@ class BatchExecutor:
 
         Raises:
             Overloaded: the queue is full. DeadlineExceeded: no answer within the request's deadline.
-            WorkerFailed: the gang is gone. TrainingError: its weights are not of `request.policy_version`.
+            GangLost: the ranks are gone. TrainingError: its weights are not of `request.policy_version`.
             DataError: the request cannot be computed (its payload does not hold what its segments name).
         """
         self._check_open()
@@ -209,7 +210,7 @@ class BatchExecutor:
 
     def _check_open(self) -> None:
         if self._failure is not None:
-            raise WorkerFailed(str(self._failure))
+            raise GangLost(str(self._failure))
         if self._state == "closed":
             raise WorkerFailed("the batch executor is closed")
 
@@ -316,11 +317,11 @@ class BatchExecutor:
     def _fail(self, reason: str) -> None:
         """Nothing can run any more: every caller hears it now."""
         self._state = "failed"
-        self._failure = WorkerFailed(reason)
+        self._failure = GangLost(reason)
         pending = [w.future for w in self._waiting.values()] + [c.future for c in self._commands]
         for future in pending:
             if not future.done():
-                future.set_exception(WorkerFailed(reason))
+                future.set_exception(GangLost(reason))
         self._commands.clear()
 
     def _on_serving_ended(self, task: asyncio.Task) -> None:
@@ -361,7 +362,12 @@ class GangRunner:
         sequence, self._sequence = self._sequence, self._sequence + 1
         what = f"{type(shares[0].command).__name__} {sequence}"
         calls = [
-            answer(worker.run.remote(sequence, share.command, *share.payloads), f"{what}, rank {rank}", self._timeout_s)
+            answer(
+                worker.run.remote(sequence, share.command, *share.payloads),
+                f"{what}, rank {rank}",
+                self._timeout_s,
+                GangLost,
+            )
             for rank, (worker, share) in enumerate(zip(self._workers, shares, strict=True))
         ]
         try:
@@ -379,11 +385,11 @@ class GangRunner:
         self.version = versions.pop()
         return replies
 
-    def _ended(self, reason: str) -> WorkerFailed:
+    def _ended(self, reason: str) -> GangLost:
         """End all ranks: those that live may hang in a collective."""
         for worker in self._workers:
             ray.kill(worker)
-        return WorkerFailed(reason)
+        return GangLost(reason)
 
 
 def _value(reply: CommandReply, kind: type[T]) -> T:

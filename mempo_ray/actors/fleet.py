@@ -5,7 +5,7 @@
     Rollouts     EpisodeRequest              Finished, as they end       agent workers     worker: its episodes again
                                                                                            engine: a new one, proven
     Rewards      PayloadRef                  Scored | Unscored           reward workers    Unscored(infrastructure)
-    Policy       TrainPlan, LogProbRequest   StepReport, LogProbResult   batch executor    WorkerFailed
+    Policy       TrainPlan, LogProbRequest   StepReport, LogProbResult   batch executor    GangLost: `restart`
 
 Only this file holds handles and awaits Ray's references; the driver's loop sees neither.
 """
@@ -60,6 +60,7 @@ from mempo_ray.contracts import (
 from mempo_ray.errors import (
     DeadlineExceeded,
     EngineFailed,
+    GangLost,
     InfrastructureError,
     PayloadLost,
     ToolFailed,
@@ -70,6 +71,9 @@ from mempo_ray.placement.plan import Plan
 from mempo_ray.placement.reserve import Reservation, reserve
 from mempo_ray.ports import EngineStatus, SyncReport
 from mempo_ray.training.settings import RankSettings
+
+REPLACED_ROLES = ("rollout", "policy", "batch_executor")
+"""Their actors are made again in a run, maybe before Ray has freed the name of the dead one; so they have none."""
 
 CLOSE_S = 20.0  # for one actor to close by itself before it is killed
 RETRY_S = 0.5  # between two tries to reach an actor that Ray restarts
@@ -86,7 +90,8 @@ class Payloads:
 class RayPolicy:
     """`Policy` and `LogProbs` over the batch executor, the gang's only caller. Commands wait for the policy's turn."""
 
-    def __init__(self, executor: ActorHandle, config: Config, weights_dir: Path, turns: Turns):
+    def __init__(self, gang: GangHost, executor: ActorHandle, config: Config, weights_dir: Path, turns: Turns):
+        self._gang = gang
         self._executor = executor
         self._turns = turns
         self._transport = choose_transport(config)
@@ -100,7 +105,12 @@ class RayPolicy:
     async def __call__(self, request: LogProbRequest) -> LogProbResult:
         async with self._turns.held_by("policy"):
             call = self._executor.logprobs.remote(request)
-            return await answer(call, f"log-probs {request.id}", request.deadline_s + self._grace_s)
+            return await answer(call, f"log-probs {request.id}", request.deadline_s + self._grace_s, GangLost)
+
+    async def restart(self, version: int) -> None:
+        """A new gang in the place of a lost one; it holds the model folder's weights and stays above `version`."""
+        async with self._turns.held_by("policy"):
+            self._executor = await self._gang.start(version)
 
     async def train(self, plan: TrainPlan) -> StepReport:
         return await self._command("train", plan)
@@ -144,7 +154,7 @@ class RayPolicy:
 
     async def _ask(self, name: str, *arguments: object) -> Any:
         call = getattr(self._executor, name).remote(*arguments)
-        return await answer(call, f"batch executor: {name}", self._command_s + self._grace_s)
+        return await answer(call, f"batch executor: {name}", self._command_s + self._grace_s, GangLost)
 
 
 class RayRewards:
@@ -491,7 +501,7 @@ async def open_fleet(
     """
     tokenizer = FileTokenizer.from_folder(model_dir)
     async with AsyncExitStack() as stack:
-        reservation = await asyncio.to_thread(reserve, plan, config.placement.timeout_s)
+        reservation = await reserve(plan, config.placement.timeout_s)
         stack.callback(reservation.release)
         actors = _Actors(config, reservation, model_dir, folder, tokenizer.end_of_turn_id)
 
@@ -516,8 +526,9 @@ async def open_fleet(
         if with_policy:
             weights_dir = _weights_dir(folder)
             stack.callback(shutil.rmtree, weights_dir, ignore_errors=True)
-            executor = await _start_gang(config, actors, stack, startup_s)
-            policy = RayPolicy(executor, config, weights_dir, rollouts.turns)
+            gang = GangHost(actors, startup_s)
+            stack.push_async_callback(gang.close)
+            policy = RayPolicy(gang, await gang.start(), config, weights_dir, rollouts.turns)
             rollouts.push = policy.push if choose_transport(config) != "pull" else None
         if with_engines and colocated:
             rollouts.start()  # vLLM measures what the ranks have left it, so they must be there first
@@ -525,17 +536,33 @@ async def open_fleet(
         yield Fleet(rollouts, RayRewards(rewards, config.reward.timeout_s), search, Payloads(), policy)
 
 
-async def _start_gang(config: Config, actors: _Actors, stack: AsyncExitStack, startup_s: float) -> ActorHandle:
-    """The FSDP ranks, joined, behind their executor."""
-    ranks = [actors.policy(i) for i in range(config.policy.ranks)]
-    for rank in ranks:
-        stack.callback(ray.kill, rank)
-    master = await answer(ranks[0].rendezvous.remote(), "policy: rendezvous", startup_s)
-    calls = [rank.start.remote(i, len(ranks), master) for i, rank in enumerate(ranks)]
-    await asyncio.gather(*(answer(call, f"policy rank {i}: start", startup_s) for i, call in enumerate(calls)))
-    executor = actors.executor(ranks)
-    stack.push_async_callback(close_actor, executor)
-    return executor
+class GangHost:
+    """The FSDP ranks behind their executor: started together, ended together, started again after a loss."""
+
+    def __init__(self, actors: _Actors, startup_s: float) -> None:
+        self._actors, self._startup_s = actors, startup_s
+        self._living = AsyncExitStack()
+
+    async def start(self, version: int = 0) -> ActorHandle:
+        """The executor of a new gang; what is left of an earlier one is ended first.
+
+        Args:
+            version: the highest weight version so far.
+        """
+        await self.close()
+        ranks = [self._actors.policy(i) for i in range(self._actors.config.policy.ranks)]
+        for rank in ranks:
+            self._living.callback(ray.kill, rank)
+        master = await answer(ranks[0].rendezvous.remote(), "policy: rendezvous", self._startup_s, GangLost)
+        calls = [rank.start.remote(i, len(ranks), master, version) for i, rank in enumerate(ranks)]
+        started = (answer(call, f"policy rank {i}: start", self._startup_s, GangLost) for i, call in enumerate(calls))
+        await asyncio.gather(*started)
+        executor = self._actors.executor(ranks, version)
+        self._living.push_async_callback(close_actor, executor)
+        return executor
+
+    async def close(self) -> None:
+        await self._living.aclose()
 
 
 def _weights_dir(folder: RunFolder) -> Path:
@@ -558,7 +585,7 @@ class _Actors:
 
     def _options(self, role: str, index: int) -> dict[str, Any]:
         name = f"{self.folder.root.name}/{role}-{index}"
-        return {**self.reservation.options(role, index), "name": None if role == "rollout" else name}
+        return {**self.reservation.options(role, index), "name": None if role in REPLACED_ROLES else name}
 
     def engine(self, index: int) -> Any:
         concurrency = max_concurrency(self.config.rollout)
@@ -589,6 +616,6 @@ class _Actors:
     def policy(self, index: int) -> Any:
         return PolicyActor.options(**self._options("policy", index)).remote(RankSettings.from_config(self.config))
 
-    def executor(self, ranks: Sequence[ActorHandle]) -> Any:
-        gang = GangRunner(ranks, self.config.batch_executor.command_timeout_s)
+    def executor(self, ranks: Sequence[ActorHandle], version: int) -> Any:
+        gang = GangRunner(ranks, self.config.batch_executor.command_timeout_s, version)
         return BatchExecutorActor.options(**self._options("batch_executor", 0)).remote(self.config.batch_executor, gang)

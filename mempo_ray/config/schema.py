@@ -352,6 +352,8 @@ class Policy(Section):
     """Where the ranks run."""
     startup_timeout_s: Positive = 300
     """Deadline of the gang's start."""
+    max_restarts: Annotated[int, Field(ge=0)] = 2
+    """How often a run starts lost ranks again, from its newest checkpoint (run.checkpoint_every), before it ends."""
 
 
 class WeightSync(Section):

@@ -93,9 +93,11 @@ class DriverRun:
 
     def find(self, title: str) -> psutil.Process:
         """The one descendant whose command line holds `title`, e.g. `ray::RolloutActor`."""
-        found = [p for p in self._descendants() if title in " ".join(p.cmdline())]
-        assert len(found) == 1, f"{len(found)} processes {title!r}"
-        return found[0]
+        (found,) = self.find_all(title)
+        return found
+
+    def find_all(self, title: str) -> list[psutil.Process]:
+        return [p for p in self._descendants() if title in " ".join(p.cmdline())]
 
     @property
     def output(self) -> str:

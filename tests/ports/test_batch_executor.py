@@ -255,7 +255,7 @@ async def test_the_loss_of_a_rank_fails_every_pending_and_following_call(dies_at
     calls = [asyncio.create_task(call) for call in dying_first]
     await asyncio.sleep(0)
     gang.gate.set()
-    assert {type(a) for a in await all_of(*calls)} == {WorkerFailed}
+    assert all(isinstance(a, WorkerFailed) for a in await all_of(*calls))
     with pytest.raises(WorkerFailed, match="rank 1 died"):
         await e.logprobs(request("late"))
 

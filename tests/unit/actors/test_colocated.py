@@ -47,7 +47,7 @@ def log() -> list[tuple]:
 async def run_a_sync(log: list[tuple], weights: Path, *words: str) -> RayRollouts:
     config = load_file(None, ["policy.device=cuda", *words])
     rollouts = RayRollouts(config, lambda index: Actor("engine", log), [Actor("worker", log)])
-    policy = RayPolicy(Actor("gang", log), config, weights, rollouts.turns)
+    policy = RayPolicy(None, Actor("gang", log), config, weights, rollouts.turns)
     rollouts.push = policy.push
     rollouts.start()
     await rollouts.sync(await policy.publish())
