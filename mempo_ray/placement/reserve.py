@@ -6,8 +6,9 @@ deadline, logging what is missing · on failure: the group is removed and Placem
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import logging
-import time
 from dataclasses import dataclass
 
 import ray
@@ -19,7 +20,8 @@ from mempo_ray.placement.plan import ClusterShape, Node, Plan, read_cluster_shap
 
 log = logging.getLogger(__name__)
 
-LOG_EVERY_S = 10.0
+POLL_S = 0.1  # in Ray's call, and as long again for the rest of the loop
+LOG_EVERY_POLLS = 50  # 10 s
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,25 +61,40 @@ def cluster_shape(largest: str = "") -> ClusterShape:
     return ClusterShape(tuple(nodes), f"the Ray cluster ({len(nodes)} node{'s' if len(nodes) != 1 else ''})")
 
 
-def reserve(plan: Plan, timeout_s: float) -> Reservation:
-    """Make the placement group and wait until it is ready.
+async def reserve(plan: Plan, timeout_s: float) -> Reservation:
+    """Make the placement group and wait until it is ready. Cancelling gives it back.
+
+    Ray is called from this loop, never from a thread: one that is inside Ray when Ray shuts down does not return.
 
     Raises:
         PlacementError: the plan has shortages, or the resources did not come free within `timeout_s` seconds.
     """
     plan.require()
     group = placement_group([dict(b.resources) for b in plan.bundles], strategy="PACK")
-    deadline = time.monotonic() + timeout_s
-    while not group.wait(min(LOG_EVERY_S, max(0.1, deadline - time.monotonic()))):
+    try:
+        async with asyncio.timeout(timeout_s):
+            await _ready(group, plan)
+    except TimeoutError:
         missing = _missing_now(plan)
-        if time.monotonic() >= deadline:
-            remove_placement_group(group)
-            raise PlacementError(
-                f"placement.timeout_s: after {timeout_s:g} s the cluster has not freed what the run needs: {missing}. "
-                "End another run, add nodes, or lower placement.num_cpus."
-            )
-        log.warning("waiting for the cluster: %s", missing)
+        remove_placement_group(group)
+        raise PlacementError(
+            f"placement.timeout_s: after {timeout_s:g} s the cluster has not freed what the run needs: {missing}. "
+            "End another run, add nodes, or lower placement.num_cpus."
+        ) from None
+    except asyncio.CancelledError:
+        remove_placement_group(group)
+        raise
     return Reservation(plan, group)
+
+
+async def _ready(group: PlacementGroup, plan: Plan) -> None:
+    """Returns when the group is ready; says every now and then what is missing."""
+    for polls in itertools.count(1):
+        if group.wait(POLL_S):
+            return
+        if polls % LOG_EVERY_POLLS == 0:
+            log.warning("waiting for the cluster: %s", _missing_now(plan))
+        await asyncio.sleep(POLL_S)
 
 
 def _missing_now(plan: Plan) -> str:

@@ -1,5 +1,7 @@
 """A plan becomes real bundles on a real local Ray."""
 
+import asyncio
+
 import pytest
 import ray
 
@@ -24,9 +26,9 @@ class Place:
         return ray.get_runtime_context().get_placement_group_id()
 
 
-def test_every_actor_of_the_plan_starts_in_its_bundle_and_two_runs_fit_on_two_cpus():
+async def test_every_actor_of_the_plan_starts_in_its_bundle_and_two_runs_fit_on_two_cpus():
     plans = [make_plan(build({}), cluster_shape()).require() for _ in range(2)]
-    reservations = [reserve(plan, 30) for plan in plans]
+    reservations = [await reserve(plan, 30) for plan in plans]
     for reservation in reservations:
         actors = [
             Place.options(**reservation.options(role.name, i)).remote()
@@ -41,15 +43,26 @@ def test_every_actor_of_the_plan_starts_in_its_bundle_and_two_runs_fit_on_two_cp
         reservation.release()
 
 
-def test_a_busy_cluster_ends_the_wait_with_what_is_not_free():
-    held = reserve(make_plan(build({"placement": {"num_cpus": 2}}), cluster_shape()), 30)
+async def test_a_busy_cluster_ends_the_wait_with_what_is_not_free():
+    held = await reserve(make_plan(build({"placement": {"num_cpus": 2}}), cluster_shape()), 30)
     with pytest.raises(PlacementError, match=r"CPU 0\S* free of 0\.99"):
-        reserve(make_plan(build({}), cluster_shape()), 0.5)
+        await reserve(make_plan(build({}), cluster_shape()), 0.5)
     held.release()
 
 
-def test_an_actor_that_is_not_in_the_plan_is_refused():
-    reservation = reserve(make_plan(build({}), cluster_shape()), 30)
+async def test_an_actor_that_is_not_in_the_plan_is_refused():
+    reservation = await reserve(make_plan(build({}), cluster_shape()), 30)
     with pytest.raises(KeyError, match="rollout"):
         reservation.options("rollout", 5)
     reservation.release()
+
+
+async def test_who_stops_waiting_gives_everything_back():
+    held = await reserve(make_plan(build({"placement": {"num_cpus": 2}}), cluster_shape()), 30)
+    waiting = asyncio.create_task(reserve(make_plan(build({}), cluster_shape()), 30))
+    await asyncio.sleep(0)  # it has asked
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    held.release()
+    (await reserve(make_plan(build({"placement": {"num_cpus": 2}}), cluster_shape()), 30)).release()
