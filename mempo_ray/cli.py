@@ -109,6 +109,8 @@ def ask(
 @app.command(context_settings=OVERRIDES)
 def sft(context: typer.Context) -> None:
     """[--config FILE] [key=value ...]: the cold start alone; prints the folder of the model that it made."""
+    if "--dry-run" in context.args:
+        raise typer.Exit(driver.main(context.args))
     config = load_config(context.args)
     preflight(config)
     from mempo_ray import serving
