@@ -79,14 +79,25 @@ def due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
+def stop_on_signals(session: Session) -> None:
+    """The first SIGINT or SIGTERM stops after the step, with a checkpoint; the same one again stops at once."""
+    loop = asyncio.get_running_loop()
+
+    def stop(number: int) -> None:
+        session.stop.set()
+        session.display.say("stopping after this step; once more to stop at once")
+        loop.remove_signal_handler(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+
+
 async def run(config: Config) -> int:
     """Open everything, train, close everything in order. Returns the exit code."""
     from mempo_ray.session import open_session  # imports ray, which a user's mistake should not wait for
 
     async with open_session(config) as (session, checkpoint):
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, session.stop.set)
+        stop_on_signals(session)
         summary = await train(session, checkpoint)
         session.report(summary)
     return 0 if summary is not None else STOPPED
@@ -102,6 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(checked.describe())
             return checked.exit_code
         return asyncio.run(run(config))
+    except KeyboardInterrupt:  # at once: everything is closed, nothing is saved
+        return STOPPED
     except MempoError as error:
         return fail(error)
 
