@@ -6,11 +6,14 @@ import asyncio
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
 
 from mempo_ray.errors import DeadlineExceeded, InfrastructureError, MempoError, PayloadLost, WorkerFailed
 
 T = TypeVar("T")
+
+DIED = (RayActorError, OutOfMemoryError, WorkerCrashedError)
+"""What Ray raises when a process is gone; Ray ends actors itself where a node runs low on memory."""
 
 
 async def answer(
@@ -28,16 +31,21 @@ async def answer(
         return await asyncio.wait_for(_value(ref), deadline_s)
     except TimeoutError:
         raise DeadlineExceeded(f"{what}: no answer within {deadline_s:g} s") from None
-    except RayActorError as error:
-        raise on_death(f"{what}: {str(error).splitlines()[0]}") from error
+    except DIED as error:
+        raise on_death(f"{what}: {first_line(error)}") from error
     except ObjectLostError as error:
-        raise PayloadLost(f"{what}: {str(error).splitlines()[0]}") from error
+        raise PayloadLost(f"{what}: {first_line(error)}") from error
     except RayTaskError as error:
         if isinstance(error.cause, ObjectLostError):
             raise PayloadLost(f"{what}: {error.cause}") from error
         if isinstance(error.cause, MempoError):
             raise error.cause from None
         raise
+
+
+def first_line(error: Exception) -> str:
+    """Ray's messages go on for pages; their first line says what happened."""
+    return str(error).strip().partition("\n")[0]
 
 
 async def _value(ref: Awaitable[T]) -> T:
