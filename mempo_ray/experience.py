@@ -123,19 +123,19 @@ async def collect(
     judge = _Judge(rewards, logprobs, config, version)
     if config.streams_scoring:
         judge.may_ask.set()
-    judging: list[asyncio.Task[Sample]] = []
+    judged: list[asyncio.Task[Sample]] = []
     try:
-        async for finished in rollouts.run(requests):
-            judging.append(asyncio.create_task(judge(finished, judge.questions(finished))))
-            on_finished()
-        generated = time.monotonic()
-        if config.run.deterministic and logprobs is not None and judge.num_asked:
-            await logprobs.begin(judge.num_asked)
-        judge.may_ask.set()
-        samples = await asyncio.gather(*judging)
-    finally:
-        for task in judging:
-            task.cancel()
+        async with asyncio.TaskGroup() as judging:  # a judge that fails ends the episodes too, not only their step
+            async for finished in rollouts.run(requests):
+                judged.append(judging.create_task(judge(finished, judge.questions(finished))))
+                on_finished()
+            generated = time.monotonic()
+            if config.run.deterministic and logprobs is not None and judge.num_asked:
+                await logprobs.begin(judge.num_asked)
+            judge.may_ask.set()
+    except* MempoError as errors:
+        raise errors.exceptions[0] from None
+    samples = [task.result() for task in judged]
     order = {(r.task.task_id, r.sibling): i for i, r in enumerate(requests)}
     return Collected(
         tuple(sorted(samples, key=lambda sample: order[sample.key])),

@@ -212,13 +212,17 @@ async def test_a_refused_request_is_offered_again():
     assert all(sample.memory for sample in collected.samples)
 
 
-async def test_a_broken_scoring_engine_ends_the_step_with_its_own_type_and_leaves_no_task():
+async def test_a_broken_scoring_engine_ends_the_step_at_once_and_leaves_no_task():
     class Broken(FakeLogProbs):
         async def __call__(self, request: LogProbRequest) -> LogProbResult:
             raise WorkerFailed("rank 1 died")
 
+    async def for_ever(index: int) -> None:
+        if index == 1:
+            await asyncio.Event().wait()
+
     with pytest.raises(WorkerFailed, match="rank 1 died"):
-        await run(logprobs=Broken())
+        await asyncio.wait_for(run(rollouts=FakeRollouts(GROUP, for_ever), logprobs=Broken()), DEADLINE_S)
     await asyncio.sleep(0)
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
