@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
+from mempo_ray.agent.memory import encode_probe
 from mempo_ray.agent.prompt import PastTurn, Renderer, SftRow
 from mempo_ray.agent.protocol import write_turn
 from mempo_ray.config.schema import ColdStart, Config
 from mempo_ray.contracts import Ragged, SftBatch, Task
 from mempo_ray.data.oracle import OracleTrajectory, OracleTurn, oracle_trajectories, plan_of
 from mempo_ray.errors import DataError
+from mempo_ray.evaluation.probes import ProbeContexts
 from mempo_ray.ports import Search
 from mempo_ray.training.sft import num_sft_steps, num_target_tokens, sft_batches, sft_lr
 
@@ -162,3 +164,39 @@ def probe_rows(
         SftRow(np.concatenate([initial, past[-1].memory_ids]), answer),
         SftRow(history_ids(initial, past[:-1]), answer),
     ]
+
+
+def probe_contexts(found: Sequence[OracleTrajectory], renderer: Renderer, config: Config) -> list[ProbeContexts]:
+    """What `evaluation.probes` compares for each trajectory; the foreign fact is of another world."""
+    contexts = []
+    for trajectory, other in zip(found, from_other_worlds(found), strict=True):
+        initial = renderer.initial_ids(trajectory.task.question)
+        past = [
+            PastTurn(ids := renderer.output_ids(text), tool_ids, renderer.memory_ids(ids))
+            for text, tool_ids in written_turns(trajectory, renderer, config)
+        ]
+        foreign = replace(trajectory.turns[-1], memory=trajectory.memory_with_foreign_fact(other))
+        foreign_ids = renderer.memory_ids(renderer.output_ids(turn_text(foreign)))
+        contexts.append(
+            ProbeContexts(
+                trajectory.task.task_id,
+                np.concatenate([initial, past[-1].memory_ids]),
+                np.concatenate([initial, foreign_ids]),
+                history_ids(initial, past[:-1]),
+                initial,
+                encode_probe("<answer>", trajectory.task.gold_text, "</answer>", renderer.tokenizer),
+            )
+        )
+    return contexts
+
+
+def from_other_worlds(found: Sequence[OracleTrajectory]) -> list[OracleTrajectory]:
+    """For each trajectory the next one of another world (of another task, where there are no worlds)."""
+    return [
+        next((other for other in (*found[i + 1 :], *found[:i]) if _world(other) != _world(own)), own)
+        for i, own in enumerate(found)
+    ]
+
+
+def _world(trajectory: OracleTrajectory) -> object:
+    return trajectory.task.metadata.get("world", trajectory.task.task_id)

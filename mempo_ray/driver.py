@@ -51,7 +51,7 @@ async def train(session: Session, checkpoint: str | None) -> dict[str, object] |
 async def take_step(session: Session, step: int) -> bool:
     """One step with its evaluation and checkpoint, where they are due. True: a signal asked to stop."""
     run = session.config.run
-    with session.timer.stage("step"):
+    async with session.deadline(step):
         with session.timer.stage("rollout"):
             assembled, collected = await session.sample_and_score(step)
         with session.timer.stage("update"):
@@ -94,7 +94,7 @@ def stop_on_signals(session: Session) -> None:
 
 async def run(config: Config) -> int:
     """Open everything, train, close everything in order. Returns the exit code."""
-    from mempo_ray.session import open_session  # imports ray, which a user's mistake should not wait for
+    from mempo_ray.launch import open_session  # imports ray, which a user's mistake should not wait for
 
     async with open_session(config) as (session, checkpoint):
         stop_on_signals(session)

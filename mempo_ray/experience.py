@@ -232,7 +232,7 @@ class Assembled:
     plan: TrainPlan
     metrics: Mapping[str, float]
     advantages: Mapping[tuple[str, int], tuple[float, tuple[float, ...]]] = field(default_factory=dict)
-    num_flat_tasks: int = 0  # dropped by the group filter and to be replaced (resample)
+    num_missing_tasks: int = 0  # new tasks that the group filter wants in place of dropped ones
 
 
 def assemble(
@@ -259,7 +259,9 @@ def assemble(
         group_advantages([s.as_scored(kl_coef) for s in group], config.algorithm, config.memory_reward)
         for group in members
     ]
-    decision = filter_groups(advantages, config.algorithm.group_filter, round_=filter_round)
+    decision = filter_groups(
+        advantages, config.algorithm.group_filter, num_wanted=config.data.tasks_per_step, round_=filter_round
+    )
     kept = [(members[i], advantages[i]) for i in decision.kept]
     items = [
         TrainItem(s.payload, s.summary, float(a.outcome_G[i]), a.memory_GS[i])

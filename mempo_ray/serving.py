@@ -28,12 +28,12 @@ from mempo_ray.data.tasks import read_tasks
 from mempo_ray.errors import ConfigError, InfrastructureError
 from mempo_ray.evaluation.report import EvalReport
 from mempo_ray.generation.engine import unproven
+from mempo_ray.launch import open_session, synthetic_passages
 from mempo_ray.observability.mirror import local_runs
 from mempo_ray.observability.progress import Display, make_display
 from mempo_ray.observability.run_folder import COMPLETE, RunFolder
 from mempo_ray.placement.plan import make_plan
 from mempo_ray.placement.reserve import cluster_shape
-from mempo_ray.session import open_session, synthetic_passages
 
 EXPORT = "hf"
 """Folder of a checkpoint that holds its model (training/checkpoint.py)."""

@@ -12,43 +12,34 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
+import psutil
 
-from mempo_ray.actors.cluster import connected
-from mempo_ray.actors.fleet import Fleet, RayPolicy, open_fleet
-from mempo_ray.actors.metrics_sink import RaySink
+from mempo_ray.actors.fleet import Fleet, RayPolicy
 from mempo_ray.agent.group import siblings
-from mempo_ray.agent.memory import encode_probe, swapped_memories
-from mempo_ray.agent.prompt import PastTurn, Renderer
-from mempo_ray.agent.tokenizer import FileTokenizer
-from mempo_ray.cold_start import history_ids, run_cold_start, turn_text, written_turns
-from mempo_ray.config.load import resolved_yaml
-from mempo_ray.config.models import model_folder, read_model_shape
+from mempo_ray.agent.memory import swapped_memories
+from mempo_ray.agent.prompt import Renderer
+from mempo_ray.cold_start import probe_contexts, run_cold_start
 from mempo_ray.config.schema import ColdStart, Config
-from mempo_ray.contracts import EpisodeRequest, Passage, Task, TrajectoryBatch
-from mempo_ray.data.oracle import OracleTrajectory, oracle_trajectories
-from mempo_ray.data.tasks import TaskSource, read_tasks
-from mempo_ray.data.world import same_atlas
-from mempo_ray.errors import ConfigError, GangLost, TrainingError
+from mempo_ray.contracts import EpisodeRequest, Task, TrajectoryBatch
+from mempo_ray.data.oracle import oracle_trajectories
+from mempo_ray.data.tasks import TaskSource
+from mempo_ray.errors import DeadlineExceeded, GangLost, TrainingError
 from mempo_ray.evaluation.metrics import Evaluated, aggregate, evaluated, paired_interval
-from mempo_ray.evaluation.probes import ProbeContexts, probe_ratios
+from mempo_ray.evaluation.probes import probe_ratios
 from mempo_ray.experience import Assembled, Collected, Sample, adapted_kl_coef, assemble, collect, survivors_of
-from mempo_ray.observability.metrics import Fanout, JsonlSink, TrackerSink
+from mempo_ray.observability.metrics import Fanout
 from mempo_ray.observability.mirror import Mirror
-from mempo_ray.observability.progress import Display, make_display
+from mempo_ray.observability.progress import Display
 from mempo_ray.observability.report import draw_learning_curve, summary_table
 from mempo_ray.observability.resources import MemoryMonitor
-from mempo_ray.observability.run_folder import COMPLETE, RunFolder, newest_checkpoint
+from mempo_ray.observability.run_folder import RunFolder
 from mempo_ray.observability.timing import StageTimer
 from mempo_ray.observability.transcript import transcript
-from mempo_ray.placement.plan import make_plan
-from mempo_ray.placement.reserve import cluster_shape
-from mempo_ray.ports import MetricSink
 from mempo_ray.trajectory_log import drifted_turns, log_table, read_memories
 
 
@@ -85,7 +76,6 @@ class Session:
     memory: MemoryMonitor
     timer: StageTimer = field(default_factory=StageTimer)
     progress: Progress = field(default_factory=Progress)
-    began: float = field(default_factory=time.monotonic)
     version: int = 0
     newest_checkpoint: str | None = None
     num_gang_restarts: int = 0
@@ -99,12 +89,15 @@ class Session:
     # -- before the loop --------------------------------------------------------------------------------
 
     async def start(self, checkpoint: str | None) -> None:
-        """Continue from a checkpoint, or run the cold start and the first evaluation."""
+        """Continue from a checkpoint, or run the cold start; where RL has not begun yet, the first evaluation."""
         if checkpoint is not None:
             with self.timer.stage("restore"):
                 await self._restore(checkpoint)
-            return
-        await self.cold_start()
+            if self.progress.step > 0:
+                return
+        else:
+            await self.cold_start()
+            await self.save(0, {})
         self.display.stage("waiting for the engines")
         with self.timer.stage("first_sync"):
             values = await self.sync()
@@ -146,26 +139,19 @@ class Session:
         """p_mem_ratio and p_full_ratio on held-out oracle trajectories (evaluation/probes.py)."""
         self.display.stage("probing P_mem and P_full")
         found = await oracle_trajectories(self.held_out, self.fleet.search, self.config.agent.top_k)
-        contexts = [self._probe_contexts(t, other) for t, other in zip(found, _from_other_worlds(found), strict=True)]
+        contexts = probe_contexts(found, self.renderer, self.config)
         return await probe_ratios(contexts, self.policy, self.config.batch_executor.request_timeout_s)
 
-    def _probe_contexts(self, trajectory: OracleTrajectory, other: OracleTrajectory) -> ProbeContexts:
-        renderer = self.renderer
-        initial = renderer.initial_ids(trajectory.task.question)
-        past = [
-            PastTurn(ids := renderer.output_ids(text), tool_ids, renderer.memory_ids(ids))
-            for text, tool_ids in written_turns(trajectory, renderer, self.config)
-        ]
-        foreign = replace(trajectory.turns[-1], memory=trajectory.memory_with_foreign_fact(other))
-        foreign_ids = renderer.memory_ids(renderer.output_ids(turn_text(foreign)))
-        return ProbeContexts(
-            trajectory.task.task_id,
-            np.concatenate([initial, past[-1].memory_ids]),
-            np.concatenate([initial, foreign_ids]),
-            history_ids(initial, past[:-1]),
-            initial,
-            encode_probe("<answer>", trajectory.task.gold_text, "</answer>", renderer.tokenizer),
-        )
+    @asynccontextmanager
+    async def deadline(self, step: int) -> AsyncGenerator[None]:
+        """Times a step. Raises DeadlineExceeded after `run.step_timeout_s`."""
+        timeout_s = self.config.run.step_timeout_s
+        try:
+            with self.timer.stage("step"):
+                async with asyncio.timeout(timeout_s):
+                    yield
+        except TimeoutError:
+            raise DeadlineExceeded(f"step {step} took longer than run.step_timeout_s={timeout_s:g} s") from None
 
     # -- one step ---------------------------------------------------------------------------------------
 
@@ -188,7 +174,7 @@ class Session:
                 kl_coef=self.progress.kl_coef,
                 filter_round=filter_round,
             )
-            num_tasks, filter_round = assembled.num_flat_tasks, filter_round + 1
+            num_tasks, filter_round = assembled.num_missing_tasks, filter_round + 1
             if num_tasks == 0:
                 self.progress.kl_coef = adapted_kl_coef(collected.samples, self.config, self.progress.kl_coef)
                 return assembled, collected
@@ -296,8 +282,10 @@ class Session:
             reasons = "; ".join(sorted({s.excluded_because or "" for s in collected.samples} - {""}))
             raise TrainingError(f"evaluation: {excluded} of {len(requests)} episodes are excluded: {reasons}")
         kind = "eval" if forced is None else "eval_swapped"
-        batches = await self.log_trajectories(f"{kind}_{name}", kept, None)
-        results = [evaluated(batch.trajectories()[0]) for batch in batches]
+        batches = await self.log_trajectories(f"{kind}_{name}", collected.samples, None)
+        counted = {s.key for s in kept}
+        trajectories = [trajectory for batch in batches for trajectory in batch.trajectories()]
+        results = [evaluated(t) for t in trajectories if (t.task.task_id, t.sibling) in counted]
         counts = await self.fleet.rollouts.stats()  # taken here, so that they are not the next step's
         return results, {
             **{name.replace("rollout/", "eval/"): value for name, value in counts.items()},
@@ -398,7 +386,8 @@ class Session:
 
     @property
     def seconds(self) -> float:
-        return self.progress.seconds + time.monotonic() - self.began
+        """Since the start of the process, and of earlier processes of this run."""
+        return self.progress.seconds + time.time() - psutil.Process().create_time()
 
     async def finish(self) -> dict[str, object]:
         """The last evaluation, summary.json and the picture."""
@@ -436,100 +425,3 @@ class Session:
             draw_learning_curve, self.folder.read_metrics(), self.folder.root / "learning_curve.png"
         )
         return summary
-
-
-@asynccontextmanager
-async def open_session(config: Config, *, with_engines: bool = True) -> AsyncGenerator[tuple[Session, str | None]]:
-    """A run from nothing: folder, Ray, plan, actors, display; closed in reverse order, whatever happens.
-
-    Yields the session and the checkpoint that it should continue from, if any.
-    """
-    mirror = Mirror.of(config.run.dir)
-    checkpoint = find_checkpoint(config, mirror)
-    folder = open_run_folder(config, mirror, checkpoint)
-    folder.write_text("config.yaml", resolved_yaml(config))
-    folder.write_versions()
-    display = make_display(config.run.steps)
-    display.say(f"run folder: {folder.root}" + (f", copied to {mirror.uri}" if mirror else ""))
-    sinks: list[MetricSink] = [JsonlSink(folder), display]
-    async with AsyncExitStack() as stack:
-        stack.callback(display.close)
-        if mirror is not None:
-            stack.push_async_callback(asyncio.to_thread, mirror.push, folder.root)
-        if config.trackers:
-            tracker = TrackerSink(config.trackers, config.run.name, folder.root, {"config": resolved_yaml(config)})
-            stack.callback(tracker.close)
-            sinks.append(tracker)
-        memory = stack.enter_context(MemoryMonitor())
-        display.stage("starting Ray and the actors")
-        stack.enter_context(connected(config, folder.root.name))
-        sinks.append(RaySink(folder.root.name))
-        plan = make_plan(
-            config, cluster_shape(config.placement.cluster_shape), read_model_shape(config.policy.model)
-        ).require()
-        model_dir = model_folder(config.policy.model)
-        train_tasks = read_tasks(config.data.train, config.data.question_key, config.data.answer_key)
-        held_out = read_tasks(config.data.eval, config.data.question_key, config.data.answer_key)
-        fleet = await stack.enter_async_context(
-            open_fleet(config, plan, model_dir, folder, synthetic_passages(config), with_engines=with_engines)
-        )
-        session = Session(
-            config=config,
-            folder=folder,
-            mirror=mirror,
-            fleet=fleet,
-            renderer=Renderer.from_folder(model_dir, FileTokenizer.from_folder(model_dir), config.agent),
-            source=TaskSource(train_tasks, config.run.seed, config.data.shuffle),
-            train_tasks=tuple(train_tasks),
-            held_out=tuple(held_out[: config.eval.tasks]),
-            display=display,
-            metrics=Fanout(sinks),
-            memory=memory,
-            timer=StageTimer(take_gb=memory.take_gb),
-        )
-        yield session, checkpoint
-
-
-def find_checkpoint(config: Config, mirror: Mirror | None) -> str | None:
-    """What `run.resume` means, as a path or URI: 'auto' = the newest complete checkpoint of this run's name, if any.
-
-    Raises:
-        ConfigError: a path that is no complete checkpoint. (Of a URI the ranks say so when they load it.)
-    """
-    resume, name = config.run.resume, config.run.name
-    if resume == "auto":
-        found = mirror.newest_checkpoint(name) if mirror else newest_checkpoint(Path(config.run.dir), name)
-        return str(found) if found else None
-    if resume and "://" not in resume and not (Path(resume) / COMPLETE).exists():
-        raise ConfigError(
-            f"run.resume: {resume} is not a complete checkpoint; give a folder checkpoints/step_… of a run, or 'auto'"
-        )
-    return resume or None
-
-
-def open_run_folder(config: Config, mirror: Mirror | None, checkpoint: str | None) -> RunFolder:
-    """The folder of the run that `run.resume=auto` goes on with, or a new one."""
-    runs = Path(config.run.dir) if mirror is None else mirror.runs
-    if checkpoint is None or config.run.resume != "auto":
-        return RunFolder.create(runs, config.run.name)
-    run = checkpoint.split("/")[-3]  # …/<run>/checkpoints/step_…
-    folder = RunFolder.open(runs / run if mirror is None else mirror.pull(run))
-    folder.point_latest()
-    return folder
-
-
-def synthetic_passages(config: Config) -> Iterable[Passage]:
-    """Passages of the synthetic worlds, where the configuration searches them."""
-    return same_atlas(config.data.train, config.data.eval).passages() if config.retrieval.corpus == "synthetic" else ()
-
-
-def _world(trajectory: OracleTrajectory) -> object:
-    return trajectory.task.metadata.get("world", trajectory.task.task_id)
-
-
-def _from_other_worlds(found: Sequence[OracleTrajectory]) -> list[OracleTrajectory]:
-    """For each trajectory the next one of another world (of another task, where there are no worlds)."""
-    return [
-        next((other for other in (*found[i + 1 :], *found[:i]) if _world(other) != _world(own)), own)
-        for i, own in enumerate(found)
-    ]

@@ -258,16 +258,23 @@ class FilterDecision:
     num_resample: int
 
 
-def filter_groups(groups: Sequence[GroupAdvantages], settings: GroupFilter, *, round_: int = 0) -> FilterDecision:
+def filter_groups(
+    groups: Sequence[GroupAdvantages], settings: GroupFilter, *, num_wanted: int, round_: int = 0
+) -> FilterDecision:
     """Drop groups whose outcome and memory pools are all flat (DAPO's dynamic sampling, extended to memory).
 
-    `round_` = rounds of resampling already done in this step; from `max_resamples` on, flat groups are just dropped.
+    Args:
+        groups: of all rounds of the step so far; tasks without a survivor are not among them.
+        num_wanted: groups that the step should train on.
+        round_: rounds of resampling already done in this step; from `max_resamples` on, flat groups are just dropped.
+
+    Example: 16 wanted, 4 of 16 flat: 4 new tasks; all 4 of those good: 16 of 20 kept, none asked for.
     """
     if settings.mode == "off":
         return FilterDecision(tuple(range(len(groups))), 0)
     kept = tuple(i for i, group in enumerate(groups) if not group.is_flat)
     resample = settings.mode == "resample" and round_ < settings.max_resamples
-    return FilterDecision(kept, len(groups) - len(kept) if resample else 0)
+    return FilterDecision(kept, max(0, num_wanted - len(kept)) if resample else 0)
 
 
 def mini_batches(group_tokens: Sequence[int], num_parts: int, seed: int) -> tuple[tuple[int, ...], ...]:

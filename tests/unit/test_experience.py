@@ -300,7 +300,9 @@ async def test_a_non_finite_score_is_excluded_not_spread_over_the_group():
 
 
 async def test_flat_groups_are_sampled_again_until_the_last_round_and_then_dropped():
-    settings = config(algorithm={"kl_coef": 0, "group_filter": {"mode": "resample", "max_resamples": 1}})
+    settings = config(
+        data={"tasks_per_step": 2}, algorithm={"kl_coef": 0, "group_filter": {"mode": "resample", "max_resamples": 1}}
+    )
     samples = [judged((task, g), score) for task, scores in {"q": (1.0, 0.0), "r": (0.0, 0.0)}.items()
                for g, score in enumerate(scores)]  # fmt: skip
 
@@ -308,7 +310,7 @@ async def test_flat_groups_are_sampled_again_until_the_last_round_and_then_dropp
         assemble(samples, settings, step=1, version=VERSION, kl_coef=0, filter_round=filter_round)
         for filter_round in (0, 1)
     )
-    assert (first.num_flat_tasks, last.num_flat_tasks) == (1, 0)
+    assert (first.num_missing_tasks, last.num_missing_tasks) == (1, 0)
     for assembled in (first, last):
         assert {item.summary.task_id for item in assembled.plan.items} == {"q"}
         assert assembled.metrics["group/kept_share"] == 0.5
@@ -346,3 +348,18 @@ async def test_kappa_stays_without_a_controller_and_moves_towards_its_target_wit
     assert adapted_kl_coef(samples, fixed, 0.1) == 0.1
     assert adapted_kl_coef(samples, steered, 0.1) == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))
     assert adapted_kl_coef((), steered, 0.1) == 0.1
+
+
+async def test_good_replacements_end_the_resampling():
+    settings = config(
+        data={"tasks_per_step": 2}, algorithm={"kl_coef": 0, "group_filter": {"mode": "resample", "max_resamples": 3}}
+    )
+    good, flat = (1.0, 0.0), (0.0, 0.0)
+    samples = [
+        judged((task, g), score)
+        for task, scores in {"q": good, "r": flat, "s": good}.items()
+        for g, score in enumerate(scores)
+    ]
+    assembled = assemble(samples, settings, step=1, version=VERSION, kl_coef=0, filter_round=1)
+    assert assembled.num_missing_tasks == 0
+    assert {item.summary.task_id for item in assembled.plan.items} == {"q", "s"}

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from mempo_ray.cold_start import from_other_worlds
 from mempo_ray.config.schema import Config
 from mempo_ray.contracts import Task
 from mempo_ray.data.oracle import OracleTrajectory
 from mempo_ray.driver import due
 from mempo_ray.errors import ConfigError
+from mempo_ray.launch import find_checkpoint, open_run_folder
 from mempo_ray.observability.mirror import Mirror
 from mempo_ray.observability.run_folder import RunFolder
-from mempo_ray.session import _from_other_worlds, find_checkpoint, open_run_folder
 
 
 def config(runs: Path | str, resume: str = "") -> Config:
@@ -82,4 +83,4 @@ def trajectory(task_id: str, world: int | None = None) -> OracleTrajectory:
 )
 def test_a_foreign_fact_is_of_another_world(worlds, expected):
     found = [trajectory(task_id, world) for task_id, world in zip("abcd", worlds, strict=True)]
-    assert [other.task.task_id for other in _from_other_worlds(found)] == expected
+    assert [other.task.task_id for other in from_other_worlds(found)] == expected

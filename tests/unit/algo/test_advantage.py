@@ -242,11 +242,11 @@ def test_only_groups_flat_in_outcome_and_memory_are_filtered():
     outcome_only = group_advantages((trajectory(1, 0.1), trajectory(0, 0.1)), GRPO, MEMORY)
     memory_only = group_advantages((trajectory(1, 0.1), trajectory(1, 0.9)), GRPO, MEMORY)
     found = (flat, outcome_only, memory_only)
-    assert filter_groups(found, GroupFilter()).kept == (0, 1, 2)
-    dropped = filter_groups(found, GroupFilter(mode="drop"))
+    assert filter_groups(found, GroupFilter(), num_wanted=3).kept == (0, 1, 2)
+    dropped = filter_groups(found, GroupFilter(mode="drop"), num_wanted=3)
     assert (dropped.kept, dropped.num_resample) == ((1, 2), 0)
-    assert filter_groups(found, GroupFilter(mode="resample", max_resamples=2), round_=1).num_resample == 1
-    assert filter_groups(found, GroupFilter(mode="resample", max_resamples=2), round_=2).num_resample == 0
+    assert filter_groups(found, GroupFilter(mode="resample", max_resamples=2), num_wanted=3, round_=1).num_resample == 1
+    assert filter_groups(found, GroupFilter(mode="resample", max_resamples=2), num_wanted=3, round_=2).num_resample == 0
 
 
 @given(st.lists(st.integers(1, 5000), max_size=40), st.integers(1, 8), st.integers(0, 99))

@@ -1,0 +1,119 @@
+"""A run from its configuration to an open `Session`: what to continue from, where to write, what to start.
+
+Config ──find_checkpoint──▶ checkpoint ──open_run_folder──▶ RunFolder ──open_session──▶ Ray, plan, fleet, Session
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from mempo_ray.actors.cluster import connected
+from mempo_ray.actors.fleet import open_fleet
+from mempo_ray.actors.metrics_sink import RaySink
+from mempo_ray.agent.prompt import Renderer
+from mempo_ray.agent.tokenizer import FileTokenizer
+from mempo_ray.config.load import resolved_yaml
+from mempo_ray.config.models import model_folder, read_model_shape
+from mempo_ray.config.schema import Config
+from mempo_ray.contracts import Passage
+from mempo_ray.data.tasks import TaskSource, read_tasks
+from mempo_ray.data.world import same_atlas
+from mempo_ray.errors import ConfigError
+from mempo_ray.observability.metrics import Fanout, JsonlSink, TrackerSink
+from mempo_ray.observability.mirror import Mirror
+from mempo_ray.observability.progress import make_display
+from mempo_ray.observability.resources import MemoryMonitor
+from mempo_ray.observability.run_folder import COMPLETE, RunFolder, newest_checkpoint
+from mempo_ray.observability.timing import StageTimer
+from mempo_ray.placement.plan import make_plan
+from mempo_ray.placement.reserve import cluster_shape
+from mempo_ray.ports import MetricSink
+from mempo_ray.session import Session
+
+
+@asynccontextmanager
+async def open_session(config: Config, *, with_engines: bool = True) -> AsyncGenerator[tuple[Session, str | None]]:
+    """A run from nothing: folder, Ray, plan, actors, display; closed in reverse order, whatever happens.
+
+    Yields the session and the checkpoint that it should continue from, if any.
+    """
+    mirror = Mirror.of(config.run.dir)
+    checkpoint = find_checkpoint(config, mirror)
+    folder = open_run_folder(config, mirror, checkpoint)
+    folder.write_text("config.yaml", resolved_yaml(config))
+    folder.write_versions()
+    display = make_display(config.run.steps)
+    display.say(f"run folder: {folder.root}" + (f", copied to {mirror.uri}" if mirror else ""))
+    sinks: list[MetricSink] = [JsonlSink(folder), display]
+    async with AsyncExitStack() as stack:
+        stack.callback(display.close)
+        if mirror is not None:
+            stack.push_async_callback(asyncio.to_thread, mirror.push, folder.root)
+        if config.trackers:
+            tracker = TrackerSink(config.trackers, config.run.name, folder.root, {"config": resolved_yaml(config)})
+            stack.callback(tracker.close)
+            sinks.append(tracker)
+        memory = stack.enter_context(MemoryMonitor())
+        display.stage("starting Ray and the actors")
+        stack.enter_context(connected(config, folder.root.name))
+        sinks.append(RaySink(folder.root.name))
+        plan = make_plan(
+            config, cluster_shape(config.placement.cluster_shape), read_model_shape(config.policy.model)
+        ).require()
+        model_dir = model_folder(config.policy.model)
+        train_tasks = read_tasks(config.data.train, config.data.question_key, config.data.answer_key)
+        held_out = read_tasks(config.data.eval, config.data.question_key, config.data.answer_key)
+        fleet = await stack.enter_async_context(
+            open_fleet(config, plan, model_dir, folder, synthetic_passages(config), with_engines=with_engines)
+        )
+        session = Session(
+            config=config,
+            folder=folder,
+            mirror=mirror,
+            fleet=fleet,
+            renderer=Renderer.from_folder(model_dir, FileTokenizer.from_folder(model_dir), config.agent),
+            source=TaskSource(train_tasks, config.run.seed, config.data.shuffle),
+            train_tasks=tuple(train_tasks),
+            held_out=tuple(held_out[: config.eval.tasks]),
+            display=display,
+            metrics=Fanout(sinks),
+            memory=memory,
+            timer=StageTimer(take_gb=memory.take_gb),
+        )
+        yield session, checkpoint
+
+
+def find_checkpoint(config: Config, mirror: Mirror | None) -> str | None:
+    """What `run.resume` means, as a path or URI: 'auto' = the newest complete checkpoint of this run's name, if any.
+
+    Raises:
+        ConfigError: a path that is no complete checkpoint. (Of a URI the ranks say so when they load it.)
+    """
+    resume, name = config.run.resume, config.run.name
+    if resume == "auto":
+        found = mirror.newest_checkpoint(name) if mirror else newest_checkpoint(Path(config.run.dir), name)
+        return str(found) if found else None
+    if resume and "://" not in resume and not (Path(resume) / COMPLETE).exists():
+        raise ConfigError(
+            f"run.resume: {resume} is not a complete checkpoint; give a folder checkpoints/step_… of a run, or 'auto'"
+        )
+    return resume or None
+
+
+def open_run_folder(config: Config, mirror: Mirror | None, checkpoint: str | None) -> RunFolder:
+    """The folder of the run that `run.resume=auto` goes on with, or a new one."""
+    runs = Path(config.run.dir) if mirror is None else mirror.runs
+    if checkpoint is None or config.run.resume != "auto":
+        return RunFolder.create(runs, config.run.name)
+    run = checkpoint.split("/")[-3]  # …/<run>/checkpoints/step_…
+    folder = RunFolder.open(runs / run if mirror is None else mirror.pull(run))
+    folder.point_latest()
+    return folder
+
+
+def synthetic_passages(config: Config) -> Iterable[Passage]:
+    """Passages of the synthetic worlds, where the configuration searches them."""
+    return same_atlas(config.data.train, config.data.eval).passages() if config.retrieval.corpus == "synthetic" else ()
