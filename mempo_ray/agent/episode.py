@@ -127,7 +127,7 @@ class _Episode:
             GenerateRequest(
                 prompt_ids=np.concatenate([prompt_ids, forced_ids]),
                 seed=seed,
-                max_tokens=max(room - len(forced_ids), 1),
+                max_tokens=room,
                 group=self.request.task.task_id,
                 greedy=self.request.greedy,
                 deadline_s=min(self.rollout.request_timeout_s, self._remaining_s()),
@@ -166,11 +166,13 @@ class _Episode:
         return sum(len(turn.output_ids) + len(turn.tool_ids) for turn in self.turns)
 
     def _room(self, num_prompt_tokens: int, num_spent: int) -> int:
-        """Tokens that the next turn may have: its own limit, the episode's budget, the model's length."""
+        """Tokens that the policy may sample next: the turn's own limit, the episode's budget and the model's length,
+        less a memory that is forced on the turn."""
         limits = self.agent.limits
-        return min(
+        num_tokens = min(
             limits.turn_tokens, limits.episode_tokens - num_spent, self.rollout.max_model_len - num_prompt_tokens
         )
+        return num_tokens - len(self._forced_ids())
 
     def _remaining_s(self) -> float:
         remaining_s = self.deadline - self.clock()

@@ -233,6 +233,30 @@ async def test_a_forced_memory_opens_the_turn_and_is_not_the_policy_s(play, rend
     assert trajectory.format_valid
 
 
+@pytest.mark.parametrize("num_left", [0, 1])
+async def test_a_forced_memory_that_leaves_no_room_ends_the_episode_as_length(play, renderer, num_left):
+    forced = tuple(renderer.tokenizer.encode("<mem>mentor Kim Lund .</mem>"))
+    generate = ScriptedGenerate(renderer.tokenizer, ["<think>"])
+    longest = len(renderer.initial_ids(TASK.question)) + len(forced) + num_left
+    request = EpisodeRequest(TASK, 0, 7, greedy=True, forced_memory_S=(forced,))
+
+    trajectory = await play(generate, request=request, max_model_len=longest)
+
+    assert trajectory.end_reason is EndReason.LENGTH
+    assert [asked.max_tokens for asked in generate.requests] == [1] * num_left
+
+
+async def test_a_forced_memory_without_room_leaves_the_turn_before_it_the_last(play, renderer):
+    short, long = (tuple(renderer.tokenizer.encode(f"<mem>{text}</mem>")) for text in ("x", "mentor Kim " * 40))
+    generate = ScriptedGenerate(renderer.tokenizer, [SEARCH.removeprefix("<mem>nothing</mem>"), ANSWER])
+    request = EpisodeRequest(TASK, 0, 7, greedy=True, forced_memory_S=(short, long))
+
+    trajectory = await play(generate, request=request, agent=limits(turn_tokens=len(long)))
+
+    assert trajectory.end_reason is EndReason.LENGTH
+    assert [turn.tool_ids.size for turn in trajectory.turns] == [0]
+
+
 async def test_a_trajectory_survives_its_payload(play):
     trajectory = await play([SEARCH, ANSWER])
     (back,) = TrajectoryBatch.from_trajectories([trajectory]).trajectories()
