@@ -32,6 +32,7 @@ from mempo_ray.config.load import resolved_yaml
 from mempo_ray.config.models import check_model_folder, read_model_shape
 from mempo_ray.config.schema import Config
 from mempo_ray.contracts import Task
+from mempo_ray.data.oracle import plan_of
 from mempo_ray.data.tasks import read_tasks
 from mempo_ray.data.world import is_synthetic, same_atlas
 from mempo_ray.errors import ConfigError, DataError, MempoError
@@ -110,11 +111,12 @@ def check_files(config: Config) -> None:
     """Model folder, tasks, index or corpus, run folder, checkpoint; then the tokens of the longest real prompt."""
     model = check_model_folder("policy.model", config.policy.model)
     renderer = Renderer.from_folder(model, FileTokenizer.from_folder(model), config.agent)
-    tasks = [*_tasks(config, "train"), *_tasks(config, "eval")]
+    train_tasks, held_out = _tasks(config, "train"), _tasks(config, "eval")
+    check_probes(config, held_out)
     check_retrieval(config)
     check_run_folder(config)
     check_resume(config, model)
-    check_prompts(config, renderer, model, tasks)
+    check_prompts(config, renderer, model, [*train_tasks, *held_out])
 
 
 def known_shape(config: Config) -> ClusterShape:
@@ -256,6 +258,15 @@ def _tasks(config: Config, which: str) -> list[Task]:
         return read_tasks(source, config.data.question_key, config.data.answer_key)
     except DataError as error:
         raise DataError(f"data.{which}: {error}") from None
+
+
+def check_probes(config: Config, held_out: Sequence[Task]) -> None:
+    """`eval.probe_ratios` measures on oracle trajectories, so some held-out task must hold the hops of one."""
+    if config.eval.probe_ratios and not any(map(plan_of, held_out[: config.eval.tasks])):
+        raise ConfigError(
+            f"eval.probe_ratios: none of the first {config.eval.tasks} tasks of {config.data.eval} holds hops "
+            "(metadata chain, evidences or decomposition) to measure on. Set eval.probe_ratios=false or another data.eval."
+        )
 
 
 @contextmanager

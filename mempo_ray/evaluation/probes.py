@@ -29,7 +29,12 @@ class ProbeContexts:
 
 
 async def probe_ratios(contexts: Sequence[ProbeContexts], logprobs: LogProbs, deadline_s: float) -> dict[str, float]:
-    """Ratios of mean probabilities (geometric mean over answer tokens, algorithm.md §3) over the trajectories."""
+    """Ratios of mean probabilities (geometric mean over answer tokens, algorithm.md §3) over the trajectories.
+
+    `num_probe_trajectories` says over how many; {} where there are none, since nothing was measured.
+    """
+    if not contexts:
+        return {}
     results = await asyncio.gather(*(logprobs(_request(c, deadline_s)) for c in contexts))
     p = np.array([[np.exp(np.mean(values, dtype=np.float64)) for values in result.logprobs] for result in results])
     memory, foreign, history, question = p.mean(axis=0)
@@ -38,6 +43,7 @@ async def probe_ratios(contexts: Sequence[ProbeContexts], logprobs: LogProbs, de
         "p_full_ratio": float(history / question),
         "p_mem_oracle": float(memory),
         "p_full_oracle": float(history),
+        "num_probe_trajectories": float(len(contexts)),
     }
 
 

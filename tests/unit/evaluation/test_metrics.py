@@ -80,3 +80,8 @@ async def test_probe_ratios_compare_mean_probabilities():
     assert values["p_mem_ratio"] == pytest.approx((0.9 + 0.7) / (0.1 + 0.3), rel=1e-5)
     assert values["p_full_ratio"] == pytest.approx((0.6 + 0.8) / (0.2 + 0.2), rel=1e-5)
     assert values["p_mem_oracle"] == pytest.approx(0.8, rel=1e-5)
+    assert values["num_probe_trajectories"] == 2
+
+
+async def test_probe_ratios_of_no_trajectory_are_no_numbers():
+    assert await probe_ratios([], ByContext({}), 1.0) == {}

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from mempo_ray.config.load import build
+from mempo_ray.contracts import Task
 from mempo_ray.errors import ConfigError, DataError
 from mempo_ray.preflight import (
     check_names,
+    check_probes,
     check_resume,
     check_retrieval,
     check_run_folder,
@@ -71,6 +73,16 @@ def test_a_tracker_that_is_misspelt_or_not_installed_is_named():
         check_names(build({"trackers": ["wandbb"]}))
     with pytest.raises(ConfigError, match="dvclive needs the package dvclive"):
         check_names(build({"trackers": ["dvclive"]}))
+
+
+def test_probes_need_a_held_out_task_with_hops():
+    hops = {"chain": [["mentor", "Boko", "Sari", "p1"]]}
+    own, synthetic = (Task("t", "?", (("a",),), "own", metadata) for metadata in ({}, hops))
+    wanted = build({"eval": {"probe_ratios": True, "tasks": 1}})
+    with pytest.raises(ConfigError, match=r"eval\.probe_ratios: none of the first 1 tasks.*eval\.probe_ratios=false"):
+        check_probes(wanted, [own, synthetic])
+    check_probes(wanted, [synthetic, own])
+    check_probes(build({}), [own])
 
 
 def _corpus(tmp_path, rows=3):
