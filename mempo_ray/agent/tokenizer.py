@@ -42,15 +42,14 @@ class FileTokenizer:
         `generation_config.json`.
 
         Raises:
-            ConfigError: no such folder, no tokenizer in it, or no end-of-turn token named.
+            ConfigError: no such folder, no tokenizer in it, one that cannot be read, or no end-of-turn token named.
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
             missing = "holds no tokenizer.json" if folder.is_dir() else "does not exist"
             raise ConfigError(f"policy.model: folder {folder} {missing}; give a complete Hugging Face model folder")
-        tokenizer = Tokenizer.from_file(str(path))
-        return cls(tokenizer, _end_of_turn_id(tokenizer, folder))
+        return cls(tokenizer := _read_tokenizer(path), _end_of_turn_id(tokenizer, folder))
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -71,9 +70,19 @@ class FileTokenizer:
         return self._bytes.get(token_id, b"")
 
 
+def _read_tokenizer(path: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001  the package raises nothing narrower for a file that it cannot read
+        raise ConfigError(f"policy.model: {path} is no tokenizer file ({error}); copy the model folder again") from None
+
+
 def read_json(path: Path) -> Mapping:
-    """The object in a JSON file; empty where there is no such file."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    """The object in a JSON file of a model folder; empty where there is no such file. Raises ConfigError."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise ConfigError(f"policy.model: {path} is not JSON ({error}); copy the model folder again") from None
 
 
 def token_text(entry: str | Mapping | None) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mempo_ray.contracts.trajectory import Task
@@ -113,10 +114,13 @@ def _read_rows(path: Path) -> Iterator[dict]:
     if not path.is_file():
         raise DataError(f"{path}: no such file; set data.train / data.eval to a .jsonl or .parquet file")
     if path.suffix == ".parquet":
-        for batch in pq.ParquetFile(path).iter_batches():
-            yield from batch.to_pylist()
+        try:
+            for batch in pq.ParquetFile(path).iter_batches():
+                yield from batch.to_pylist()
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{path}: not a Parquet file that can be read ({error}); write it again") from None
     elif path.suffix == ".jsonl":
-        with path.open(encoding="utf-8") as lines:
+        with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield _parse_line(line, f"{path}, line {number}")
@@ -124,9 +128,11 @@ def _read_rows(path: Path) -> Iterator[dict]:
         raise DataError(f"{path}: unknown kind {path.suffix!r}; use .jsonl or .parquet")
 
 
-def _parse_line(line: str, where: str) -> dict:
+def _parse_line(line: bytes, where: str) -> dict:
     try:
-        row = json.loads(line)
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}); convert the file") from None
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON ({error}); each line holds one object") from None
     if not isinstance(row, dict):
@@ -140,8 +146,8 @@ def _task_of_row(row: dict, question_key: str, answer_key: str, default_id: str,
         raise DataError(f"{where}: no question in column {question_key!r}; set data.question_key to the right column")
     answers = row.get(answer_key)
     if answers is None:
-        answers = (row.get("reward_model") or {}).get("ground_truth")
-    metadata = dict(row.get("metadata") or row.get("extra_info") or {})
+        answers = _object(row, "reward_model", where).get("ground_truth")
+    metadata = _object(row, "metadata", where) or _object(row, "extra_info", where)
     metadata |= {name: row[name] for name in KEPT_COLUMNS if row.get(name) is not None}
     return Task(
         task_id=str(row.get("id") or metadata.get("id") or default_id),
@@ -150,6 +156,19 @@ def _task_of_row(row: dict, question_key: str, answer_key: str, default_id: str,
         data_source=str(row.get("data_source") or "own"),
         metadata=metadata,
     )
+
+
+def _object(row: dict, column: str, where: str) -> dict:
+    """A column that holds an object, or one as JSON text (as Parquet files often do); empty where it is absent."""
+    value = row.get(column) or {}
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{where}: column {column!r} is text but not JSON ({error}); give an object") from None
+    if not isinstance(value, Mapping):
+        raise DataError(f"{where}: column {column!r} is a {type(value).__name__}; give an object")
+    return dict(value)
 
 
 def _verl_question(row: dict) -> str | None:
@@ -174,7 +193,13 @@ def _golds(answers: Any, answer_key: str, where: str) -> tuple[tuple[str, ...], 
     if not answers:
         raise DataError(f"{where}: no answer in column {answer_key!r}; fill it in, or set data.answer_key")
     answers = [a.tolist() if hasattr(a, "tolist") else a for a in answers]
-    objectives = answers if isinstance(answers[0], list | tuple) else [answers]
+    nested = [isinstance(a, list | tuple) for a in answers]
+    if any(nested) and not all(nested):
+        raise DataError(
+            f"{where}: {answer_key!r} mixes texts and lists: {answers}; give a list of aliases, or a list of lists "
+            "(one for each objective)"
+        )
+    objectives = answers if all(nested) else [answers]
     golds = tuple(tuple(filter(_has_content, (str(a).strip() for a in aliases))) for aliases in objectives)
     for aliases, given in zip(golds, objectives, strict=True):
         if not aliases:

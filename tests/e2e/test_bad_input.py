@@ -114,6 +114,15 @@ def row_without_answer(tmp: Path) -> Case:
     return [f"data.eval={file}"], ["data.eval", "own.jsonl, row 2", "golden_answers"]
 
 
+def parquet_that_cannot_be_read(tmp: Path) -> Case:
+    return [f"data.train={_write(tmp / 'own.parquet', 'no parquet')}"], ["data.train", "own.parquet", "Parquet"]
+
+
+def probes_without_hops(tmp: Path) -> Case:
+    file = _write(tmp / "own.jsonl", json.dumps({"question": "a?", "golden_answers": ["x"]}) + "\n")
+    return [f"data.eval={file}"], ["eval.probe_ratios", "own.jsonl", "hops", "eval.probe_ratios=false"]
+
+
 def missing_corpus(tmp: Path) -> Case:
     return [f"retrieval.corpus={tmp}/none.jsonl"], ["retrieval.corpus", "none.jsonl"]
 
@@ -143,6 +152,12 @@ def model_not_fetched(tmp: Path) -> Case:
 def model_without_tokenizer(tmp: Path) -> Case:
     folder = _copied_model(tmp / "model", without="tokenizer.json")
     return [f"policy.model={folder}"], ["policy.model", "has no tokenizer"]
+
+
+def tokenizer_that_was_cut(tmp: Path) -> Case:
+    folder = _copied_model(tmp / "model", without="tokenizer.json")
+    _write(folder / "tokenizer.json", '{"version": "1.0", "trunc')
+    return [f"policy.model={folder}"], ["policy.model", "tokenizer.json", "copy the model folder again"]
 
 
 def token_budget_shorter_than_a_row(tmp: Path) -> Case:
@@ -193,6 +208,8 @@ CASES = [
     group_of_zero,
     missing_data_file,
     row_without_answer,
+    parquet_that_cannot_be_read,
+    probes_without_hops,
     missing_corpus,
     index_that_is_not_there,
     index_of_another_encoder,
@@ -200,6 +217,7 @@ CASES = [
     no_model_folder,
     model_not_fetched,
     model_without_tokenizer,
+    tokenizer_that_was_cut,
     token_budget_shorter_than_a_row,
     limits_longer_than_the_model_length,
     run_folder_that_cannot_be_written,

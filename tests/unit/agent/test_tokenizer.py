@@ -71,6 +71,14 @@ def test_a_folder_without_tokenizer_names_the_key(tmp_path):
         FileTokenizer.from_folder(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_file_that_was_cut_is_named(tmp_path, name):
+    file = byte_level_folder(tmp_path) / name
+    file.write_bytes(file.read_bytes()[:40])
+    with pytest.raises(ConfigError, match=rf"policy\.model: .*{name} is no.*copy the model folder again"):
+        FileTokenizer.from_folder(tmp_path)
+
+
 def test_a_folder_without_end_of_turn_token_says_so(tmp_path):
     folder = byte_level_folder(tmp_path)
     (folder / "tokenizer_config.json").unlink()

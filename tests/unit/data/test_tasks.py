@@ -66,6 +66,21 @@ def test_supporting_ids_travel_in_the_metadata_for_the_oracle(tmp_path):
     assert task.metadata == {"hops": 2, "supporting_ids": ["p1"]}
 
 
+def test_metadata_as_json_text_is_an_object(tmp_path):
+    row = {"question": "q", "golden_answers": ["a b"], "metadata": json.dumps({"hops": 2})}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "t.parquet")
+    (task,) = read_tasks(str(tmp_path / "t.parquet"))
+    assert task.metadata == {"hops": 2}
+
+
+def test_a_parquet_file_that_was_cut_says_so(tmp_path):
+    pq.write_table(pa.table({"question": ["q"], "golden_answers": ["a"]}), tmp_path / "t.parquet")
+    whole = (tmp_path / "t.parquet").read_bytes()
+    (tmp_path / "t.parquet").write_bytes(whole[: len(whole) // 2] + whole[-200:])
+    with pytest.raises(DataError, match="not a Parquet file"):
+        read_tasks(str(tmp_path / "t.parquet"))
+
+
 def test_numpy_answers_are_answers(tmp_path):
     from mempo_ray.data.tasks import _golds
 
@@ -81,6 +96,11 @@ def test_numpy_answers_are_answers(tmp_path):
         ({"golden_answers": "a b"}, r"row 2: no question in column 'question'.*data\.question_key"),
         ({"question": "q", "golden_answers": ["The", "a."]}, "row 2: the answer .* is empty"),
         ({"question": "q", "golden_answers": [["x"], ["y; z"]]}, "row 2: 'y; z' holds ';'"),
+        ({"question": "q", "golden_answers": [["x"], "y"]}, "row 2: 'golden_answers' mixes texts and lists"),
+        ({"question": "q", "golden_answers": ["x", ["y"]]}, "row 2: 'golden_answers' mixes texts and lists"),
+        ({"question": "q", "golden_answers": "x", "metadata": "{"}, "row 2: column 'metadata' is text but not JSON"),
+        ({"question": "q", "golden_answers": "x", "metadata": [1]}, "row 2: column 'metadata' is a list"),
+        ({"question": "q", "reward_model": "x"}, "row 2: column 'reward_model' is text but not JSON"),
         ({"question": "q", "golden_answers": "x", "id": "first"}, "row 2: id 'first' is already row 1"),
     ],
 )
@@ -98,11 +118,13 @@ def test_a_bad_row_is_refused_with_its_number_and_the_remedy(tmp_path, row, mess
         ("t.jsonl", '{"question": ', "line 1: not JSON"),
         ("t.jsonl", "[1]", "line 1: a list, not an object"),
         ("t.jsonl", "", "no rows"),
+        ("t.jsonl", '{"question": "Zürich?"}'.encode("latin-1"), r"line 1: not UTF-8 .* at byte 15\); convert"),
+        ("t.parquet", "PAR1 and no more", "not a Parquet file that can be read"),
     ],
 )
 def test_a_file_that_is_no_task_file_says_why(tmp_path, name, text, message):
     if text is not None:
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(DataError, match=message):
         read_tasks(str(tmp_path / name))
 
