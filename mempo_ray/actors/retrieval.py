@@ -91,10 +91,13 @@ class RetrievalActor:
 
     Args:
         folder: what `prepare_index` returned.
+        search_s: deadline of one search, `agent.limits.search_s`.
     """
 
-    def __init__(self, settings: Retrieval, folder: str) -> None:
-        limits = ServiceLimits(settings.max_batch, settings.max_wait_s, cache_size=settings.cache_entries)
+    def __init__(self, settings: Retrieval, folder: str, search_s: float) -> None:
+        limits = ServiceLimits(
+            settings.max_batch, settings.max_wait_s, deadline_s=search_s, cache_size=settings.cache_entries
+        )
         with typed_errors():
             self._service = RetrievalService.open(
                 folder,

@@ -12,11 +12,12 @@ from mempo_ray.actors.retrieval import RemoteRetrievalActor, RetrievalActor, pre
 from mempo_ray.config.schema import Retrieval
 from mempo_ray.contracts import Passage
 from mempo_ray.data.world import AtlasSpec, build_atlas
-from mempo_ray.errors import ConfigError, DataError, ToolFailed
+from mempo_ray.errors import ConfigError, DataError, DeadlineExceeded, ToolFailed
 from retrieval_index.build import build_index
 from retrieval_index.encoder import HashEncoder
 
 SYNTHETIC = Retrieval(corpus="synthetic", encoder="hash", max_wait_s=0)
+PATIENCE_S = 60
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, passages: list[Passage]) ->
 async def test_each_fact_of_the_synthetic_worlds_is_found_first_before_distractors_that_share_a_word(
     folder: Path, passages: list[Passage]
 ) -> None:
-    actor = RetrievalActor(SYNTHETIC, str(folder))
+    actor = RetrievalActor(SYNTHETIC, str(folder), PATIENCE_S)
     await actor.ping()
     queries = [" ".join(passage.text.split()[:2]) for passage in passages]
     found = await actor.search(queries, 3)
@@ -49,9 +50,17 @@ async def test_each_fact_of_the_synthetic_worlds_is_found_first_before_distracto
 
 
 async def test_a_query_that_cannot_be_searched_finds_nothing_and_spoils_nothing(folder: Path) -> None:
-    actor = RetrievalActor(SYNTHETIC, str(folder))
+    actor = RetrievalActor(SYNTHETIC, str(folder), PATIENCE_S)
     empty, good, over_long = await actor.search(["", "mentor", "x" * 100_000], 2)
     assert (empty, len(good), over_long) == ([], 2, [])
+    await actor.close()
+
+
+async def test_a_search_takes_no_longer_than_the_agent_s_limit_for_one(folder: Path) -> None:
+    waits_for_company = SYNTHETIC.model_copy(update={"max_wait_s": PATIENCE_S})
+    actor = RetrievalActor(waits_for_company, str(folder), search_s=0.01)
+    with pytest.raises(DeadlineExceeded, match=r"0\.01 s"):
+        await actor.search(["mentor Boko"], 1)
     await actor.close()
 
 
@@ -87,7 +96,7 @@ def test_bad_input_names_the_key_of_the_configuration(tmp_path: Path) -> None:
 def test_many_callers_of_one_remote_replica_share_its_batches(folder: Path, passages: list[Passage]) -> None:
     ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=100_000_000)
     try:
-        actor = RemoteRetrievalActor.options(num_cpus=0.1).remote(SYNTHETIC, str(folder))
+        actor = RemoteRetrievalActor.options(num_cpus=0.1).remote(SYNTHETIC, str(folder), PATIENCE_S)
         ray.get(actor.ping.remote(), timeout=60)
         queries = [" ".join(passage.text.split()[:2]) for passage in passages[:300]]
         found = ray.get([actor.search.remote([query], 3) for query in queries], timeout=60)

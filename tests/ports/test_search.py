@@ -19,7 +19,7 @@ async def search(request, tmp_path):
         yield FakeSearch({f.text: [f, *(o for o in FACTS if o is not f)] for f in FACTS})
         return
     settings = Retrieval()
-    actor = RetrievalActor(settings, str(prepare_index(settings, FACTS, tmp_path / "index")))
+    actor = RetrievalActor(settings, str(prepare_index(settings, FACTS, tmp_path / "index")), search_s=60)
     yield actor.search
     await actor.close()
 
