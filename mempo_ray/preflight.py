@@ -265,7 +265,7 @@ def check_probes(config: Config, held_out: Sequence[Task]) -> None:
     if config.eval.probe_ratios and not any(map(plan_of, held_out[: config.eval.tasks])):
         raise ConfigError(
             f"eval.probe_ratios: none of the first {config.eval.tasks} tasks of {config.data.eval} holds hops "
-            "(metadata chain, evidences or decomposition) to measure on. Set eval.probe_ratios=false or another data.eval."
+            "(metadata chain, evidences or decomposition) to measure on. Set eval.probe_ratios=false."
         )
 
 

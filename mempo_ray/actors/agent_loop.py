@@ -12,6 +12,7 @@ is asked again (its prompt is filled in anew elsewhere).
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -132,11 +133,20 @@ class AgentLoopWorker:
     Args:
         model_dir: Hugging Face folder; its tokenizer and chat template are read, no weights.
         probe_texts: a task's probes as texts (`algo` decides them; siblings do not import each other).
+        plugins: modules of the user's, imported before anything is looked up by name.
     """
 
     def __init__(
-        self, index: int, agent: Agent, rollout: Rollout, model_dir: str, probe_texts: ProbeTexts = joined_probe
+        self,
+        index: int,
+        agent: Agent,
+        rollout: Rollout,
+        model_dir: str,
+        probe_texts: ProbeTexts = joined_probe,
+        plugins: Sequence[str] = (),
     ) -> None:
+        for plugin in plugins:
+            importlib.import_module(plugin)
         self._index = index
         self._agent = agent
         self._rollout = rollout

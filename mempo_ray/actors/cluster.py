@@ -38,7 +38,6 @@ def connected(config: Config, namespace: str) -> Generator[None]:
             log_to_driver=False,
             logging_level=logging.ERROR,
             configure_logging=False,
-            runtime_env={"env_vars": {"MEMPO_PLUGINS": ",".join(config.plugins)}} if config.plugins else None,
             **options,
         )
     except (ConnectionError, RuntimeError, ValueError) as error:

@@ -602,7 +602,7 @@ class _Actors:
         options = self._options("agent_loop", index)
         probe_texts = functools.partial(plan_probes, settings=self.config.memory_reward)
         return RemoteAgentLoopWorker.options(**options, max_restarts=-1, max_concurrency=16).remote(
-            index, self.config.agent, self.config.rollout, str(self.model_dir), probe_texts
+            index, self.config.agent, self.config.rollout, str(self.model_dir), probe_texts, self.config.plugins
         )
 
     def reward(self, index: int) -> Any:
@@ -611,7 +611,9 @@ class _Actors:
 
     def retrieval(self, index: int, folder: Path) -> Any:
         options = self._options("retrieval", index)
-        return RemoteRetrievalActor.options(**options, max_restarts=-1).remote(self.config.retrieval, str(folder))
+        return RemoteRetrievalActor.options(**options, max_restarts=-1).remote(
+            self.config.retrieval, str(folder), self.config.agent.limits.search_s
+        )
 
     def policy(self, index: int) -> Any:
         return PolicyActor.options(**self._options("policy", index)).remote(RankSettings.from_config(self.config))

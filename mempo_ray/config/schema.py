@@ -109,7 +109,7 @@ class Agent(Section):
     chat_template: str = "auto"
     """'auto' = the model folder's own template; or a path of a jinja file."""
     tools: tuple[str, ...] = ("search",)
-    """Registered tools."""
+    """Tools that the policy may call; `search` is the one that a turn's tags can ask for."""
     top_k: Count = 3
     """Passages per search."""
     workers: Count = 1
@@ -413,7 +413,8 @@ class Config(Section):
     trackers: tuple[str, ...] = ()
     """accelerate trackers by name (tensorboard, wandb, mlflow, …)."""
     plugins: tuple[str, ...] = ()
-    """Python modules imported in every process: they register the user's own pieces."""
+    """Python modules that register the user's own pieces; imported in the driver, the agent and reward workers and the
+    policy's ranks."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
