@@ -26,7 +26,8 @@ ALLOWED = {
 }  # fmt: skip
 """Library → the files that may import it. A new entry is a decision, to be made in docs/architecture.md first."""
 
-LIGHT = ("mempo_ray.config.schema", "mempo_ray.placement.plan", "mempo_ray.agent", "mempo_ray.batching",
+LIGHT = ("mempo_ray.config.schema", "mempo_ray.placement.plan", "mempo_ray.agent.episode", "mempo_ray.agent.prompt",
+         "mempo_ray.batching.scheduler", "mempo_ray.batching.packing", "mempo_ray.rewards.registry",
          "mempo_ray.contracts")  # fmt: skip
 PREFLIGHT = ("mempo_ray.preflight", "mempo_ray.driver", "mempo_ray.cli")
 HEAVY = {"torch", "ray", "transformers", "vllm"}
