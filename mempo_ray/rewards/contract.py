@@ -5,6 +5,9 @@
 
 The columns are named as verl's users know them. They are ragged float32, shaped like `output_ids`: one row a turn.
 An `Unscored` trajectory has no row here: it was excluded before, it is never a zero.
+
+A run uses `as_score`: every manager's answer passes through it. The columns are the contract for reward managers that
+write token-level scores themselves; tests pin it. The driver reads the scalar outcome and does not build them yet.
 """
 
 from __future__ import annotations
