@@ -24,7 +24,8 @@ def run(tmp_path_factory) -> DriverRun:
         "run.name=death",
         "run.steps=2",
         f"algorithm.group_size={GROUP_SIZE}",
-        "rollout.request_timeout_s=300",
+        "rollout.request_timeout_s=300",  # a restart takes a minute on a busy machine
+        "agent.limits.episode_s=300",
     )
     with adopted_orphans(), DriverRun(tmp_path_factory.mktemp("runs"), *words) as run:
         run.wait_for("step 1: sampling")
