@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
-import numpy as np
 import pytest
 
 from mempo_ray.config.schema import Config
-from mempo_ray.contracts import (
-    EndReason,
-    EpisodeRequest,
-    Finished,
-    LogProbRequest,
-    LogProbResult,
-    PayloadRef,
-    Probe,
-    Score,
-    Scored,
-    Task,
-    TrajectorySummary,
-    Unscored,
-)
-from mempo_ray.errors import EngineFailed, Overloaded, TrainingError, WorkerFailed
+from mempo_ray.contracts import EndReason, EpisodeRequest, LogProbRequest, LogProbResult, Score, Scored, Task, Unscored
+from mempo_ray.errors import EngineFailed, TrainingError, WorkerFailed
 from mempo_ray.experience import Collected, Sample, adapted_kl_coef, assemble, collect
+from tests.fakes.logprobs import FakeLogProbs, Key
+from tests.fakes.rewards import FakeRewards
+from tests.fakes.rollouts import VERSION, FakeRollouts, finished
 
-Key = tuple[str, int]
-VERSION = 3
 DEADLINE_S = 10
 
 
@@ -40,87 +26,9 @@ def request(task_id: str, sibling: int) -> EpisodeRequest:
     return EpisodeRequest(Task(task_id, "?", (("a",),), "test"), sibling, seed=sibling)
 
 
-def finished(
-    task_id: str,
-    sibling: int,
-    *,
-    turns: int = 1,
-    end_reason: EndReason = EndReason.ANSWERED,
-    version: int = VERSION,
-    output_tokens: int = 5,
-) -> Finished:
-    summary = TrajectorySummary(
-        task_id=task_id,
-        sibling=sibling,
-        attempt=0,
-        end_reason=end_reason,
-        detail="the engine died" if end_reason.is_infrastructure else "",
-        format_valid=True,
-        prompt_tokens_S=(4,) * turns,
-        output_tokens_S=(output_tokens,) * turns,
-        tool_tokens_S=(3,) * (turns - 1) + (0,) * min(turns, 1),
-        memory_tokens_S=(2,) * turns,
-        weight_versions_S=(version,) * turns,
-        probes=(Probe((7, 8, 9), 1, 2),),
-    )
-    return Finished(summary, PayloadRef(f"{task_id}/{sibling}", None) if turns else None)
-
-
 GROUP = (finished("q", 0, turns=2), finished("q", 1))
 """The worked example of algorithm.md §4: two siblings, of two turns and of one."""
 REQUESTS = (request("q", 0), request("q", 1))
-PROBABILITIES = {("q", 0): (0.5, 0.3, 0.8, 0.2), ("q", 1): (0.1, 0.2)}
-"""By trajectory: P_mem and P_full of each turn in turn, so R^M = [.2, .6] and [−.1]."""
-
-
-class FakeRollouts:
-    """Yields what it is given, in that order; `between(i)` runs before trajectory i."""
-
-    def __init__(self, ended: Sequence[Finished], between: Callable[[int], Awaitable[None]] | None = None) -> None:
-        self._ended, self._between = ended, between
-
-    async def run(self, requests: Sequence[EpisodeRequest]) -> AsyncIterator[Finished]:
-        for index, one in enumerate(self._ended):
-            if self._between is not None:
-                await self._between(index)
-            yield one
-
-
-class FakeRewards:
-    """`scores` by payload key."""
-
-    def __init__(self, **scores: Score | float) -> None:
-        self._scores = {key.replace("_", "/"): s if isinstance(s, Unscored) else Scored(s) for key, s in scores.items()}
-        self.asked: list[str] = []
-
-    async def score(self, payload: PayloadRef) -> Score:
-        self.asked.append(payload.key)
-        return self._scores[payload.key]
-
-
-class FakeLogProbs:
-    """Answers a memory request with `probabilities`, a KL request with log-probs of −1 (live) or −2 (reference)."""
-
-    def __init__(self, probabilities: Mapping[Key, Sequence[float]] = PROBABILITIES, refusals: int = 0) -> None:
-        self._probabilities, self._refusals = probabilities, refusals
-        self.journal: list[str] = []
-        self.was_asked = asyncio.Event()
-
-    async def __call__(self, request: LogProbRequest) -> LogProbResult:
-        self.journal.append(request.id)
-        self.was_asked.set()
-        if self._refusals:
-            self._refusals -= 1
-            raise Overloaded("the queue is full")
-        kind, task_id, sibling, _ = request.id.split("/")
-        if kind == "memory":
-            values = [np.log([p], dtype=np.float32) for p in self._probabilities[task_id, int(sibling)]]
-        else:
-            values = [np.full(5, -1.0 if kind == "kl-live" else -2.0, np.float32) for _ in request.marked]
-        return LogProbResult(request.id, VERSION, tuple(values))
-
-    async def begin(self, num_requests: int) -> None:
-        self.journal.append(f"begin {num_requests}")
 
 
 async def run(

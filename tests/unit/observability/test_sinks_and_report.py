@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,7 @@ from mempo_ray.observability.report import draw_learning_curve, summary_table
 from mempo_ray.observability.resources import MemoryMonitor
 from mempo_ray.observability.run_folder import RunFolder
 from mempo_ray.observability.timing import StageTimer
-
-
-class ListSink:
-    def __init__(self) -> None:
-        self.rows: list[tuple[int, Mapping[str, float]]] = []
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self.rows.append((step, values))
+from tests.fakes.sinks import ListSink
 
 
 def test_every_sink_gets_the_same_numbers(tmp_path):

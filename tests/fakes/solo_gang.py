@@ -1,0 +1,36 @@
+"""A `batching.runner.Gang` of one real rank in this process: the policy without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mempo_ray.batching.packing import RankShare, score_shares
+from mempo_ray.contracts import CommandReply, LogProbRequest, LogProbResult
+from mempo_ray.errors import DataError, MempoError
+
+if TYPE_CHECKING:
+    from mempo_ray.training.rank import PolicyRank
+
+
+class SoloGang:
+    """Obeys in the caller's thread. Payload handles are the payloads themselves."""
+
+    num_ranks = 1
+
+    def __init__(self, rank: PolicyRank) -> None:
+        self._rank = rank
+        self.version = rank.version
+
+    def cost(self, request: LogProbRequest) -> int:
+        return max(1, request.num_plain_tokens)
+
+    async def run(self, requests: Sequence[LogProbRequest]) -> list[LogProbResult | MempoError]:
+        (reply,) = await self.execute(score_shares(requests, [range(len(requests))]))
+        return [DataError(value) if isinstance(value, str) else value for value in reply.value]
+
+    async def execute(self, shares: Sequence[RankShare]) -> list[CommandReply]:
+        (share,) = shares
+        reply = self._rank.run(self._rank.next_sequence, share.command, *share.payloads)
+        self.version = reply.version
+        return [reply]

@@ -1,0 +1,68 @@
+"""What every `ports.Rewards` does: the fake, and a RewardManagerWorker's plain class with a real manager."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from mempo_ray.actors.reward import RewardManagerWorker
+from mempo_ray.config.schema import Reward
+from mempo_ray.contracts import PayloadRef, Score, Scored, TrajectoryBatch, Unscored
+from mempo_ray.rewards.registry import SCORERS
+from tests.fakes.rewards import FakeRewards
+from tests.fakes.trajectories import trajectory
+
+ANSWERS = {"q/0": "right", "q/1": "wrong", "q/2": "broken"}
+"""What the trajectory behind each payload answered; its scorer breaks at the last."""
+
+
+@SCORERS.register("test-org/breaks")
+def breaks(trajectory, settings):
+    if trajectory.answer == "broken":
+        raise ZeroDivisionError("no such reference")
+    return float(trajectory.answer == "right")
+
+
+class WorkerRewards:
+    """The worker under the port's name, as `actors.fleet.RayRewards` has it over Ray: a payload is its own handle."""
+
+    def __init__(self, worker: RewardManagerWorker) -> None:
+        self._worker = worker
+
+    async def score(self, payload: PayloadRef) -> Score:
+        return await self._worker.score(payload.handle)
+
+
+def payload(key: str) -> PayloadRef:
+    return PayloadRef(key, TrajectoryBatch.from_trajectories([trajectory(ANSWERS[key])]))
+
+
+@pytest.fixture(params=["fake", "real"])
+async def rewards(request):
+    if request.param == "fake":
+        yield FakeRewards(q_0=1.0, q_1=0.0, q_2=Unscored("no such reference", "scorer_error"))
+        return
+    worker = RewardManagerWorker(Reward(scorer="test-org/breaks"))
+    yield WorkerRewards(worker)
+    await worker.close()
+
+
+async def test_a_trajectory_has_a_score_of_its_own(rewards):
+    right, wrong = [await rewards.score(payload(key)) for key in ("q/0", "q/1")]
+    assert isinstance(right, Scored)
+    assert isinstance(wrong, Scored)
+    assert (right.score, wrong.score) == (1.0, 0.0)
+
+
+async def test_a_scorer_that_fails_is_a_value_with_its_reason_and_no_zero(rewards):
+    broken = await rewards.score(payload("q/2"))
+    assert isinstance(broken, Unscored)
+    assert broken.kind == "scorer_error"
+    assert "no such reference" in broken.reason
+
+
+async def test_scores_side_by_side_do_not_mix(rewards):
+    scores = await asyncio.gather(*(rewards.score(payload(key)) for key in list(ANSWERS) * 10))
+    assert [type(score) for score in scores] == [Scored, Scored, Unscored] * 10
+    assert [score.score for score in scores if isinstance(score, Scored)] == [1.0, 0.0] * 10
