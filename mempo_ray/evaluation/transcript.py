@@ -1,4 +1,4 @@
-"""One episode for a person, turn by turn, with its memory: what `mempo-ray ask` shows."""
+"""One episode for a person, turn by turn, with its memory: what `mempo-ray ask` and the first samples of a run show."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mempo_ray.agent.protocol import parse_turn
-from mempo_ray.contracts import Trajectory, Turn
+from mempo_ray.contracts import Score, Scored, Trajectory, Turn
 
 
 def turn_rows(turn: Turn) -> Iterator[tuple[str, str]]:
@@ -37,6 +37,20 @@ def episode_text(trajectory: Trajectory) -> str:
             first, *more = text.splitlines() or [""]
             lines += [f"  {label:<8} {first}", *(f"  {'':<8} {line}" for line in more)]
     return "\n".join([*lines, outcome(trajectory)])
+
+
+def transcript(trajectory: Trajectory, score: Score | None = None) -> str:
+    """The episode with what training makes of it: the gold answer, the checks that failed, and the score."""
+    failed = [name for name, passed in trajectory.format_report.items() if not passed]
+    lines = [f"gold: {trajectory.task.gold_text}"]
+    if trajectory.detail:
+        lines.append(f"detail: {trajectory.detail}")
+    lines.append("format: " + ("failed " + ", ".join(failed) if failed else "valid"))
+    if isinstance(score, Scored):
+        lines.append(f"score: {score.score:g}")
+    elif score is not None:
+        lines.append(f"unscored: {score.kind}: {score.reason}")
+    return "\n".join([episode_text(trajectory), *lines])
 
 
 def episode_panels(trajectory: Trajectory) -> Group:

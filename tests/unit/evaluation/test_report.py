@@ -1,4 +1,4 @@
-"""What `mempo-ray eval` and `mempo-ray ask` print."""
+"""What `mempo-ray eval` and `mempo-ray ask` print, and the first samples of a run."""
 
 import io
 import json
@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 from rich.console import Console
 
-from mempo_ray.contracts import EndReason, Task
+from mempo_ray.contracts import EndReason, Scored, Task, Unscored
 from mempo_ray.evaluation.report import EvalReport
-from mempo_ray.evaluation.transcript import episode_panels, episode_text
+from mempo_ray.evaluation.transcript import episode_panels, episode_text, transcript
 from tests.fakes.trajectories import trajectory, turn
 
 HOTPOT = Task("h", "Where?", golds=(("Paris",),), data_source="hotpotqa")
@@ -88,3 +88,10 @@ def test_a_turn_without_blocks_is_shown_raw_and_an_episode_without_answer_says_w
     text = episode_text(babble)
     assert "  text     blah <mem>" in text
     assert text.endswith("no answer: the episode ended as format_stop after 1 turns")
+
+
+def test_a_sample_of_training_ends_with_gold_checks_and_score() -> None:
+    text = transcript(trajectory("Rome", failed_checks=["mem_paired"]), Scored(0.25))
+    assert text.splitlines()[-4:] == ["answer: Rome", "gold: Paris", "format: failed mem_paired", "score: 0.25"]
+    late = transcript(trajectory(), Unscored("took 30 s", "timeout"))
+    assert late.splitlines()[-2:] == ["format: valid", "unscored: timeout: took 30 s"]
