@@ -73,7 +73,11 @@ class GangLost(WorkerFailed):
 
 
 class PayloadLost(InfrastructureError):
-    """A payload is no longer in the object store; its task must run again."""
+    """A payload is no longer in the object store.
+
+    A reward's reader makes it `Unscored`; a rank's ends the gang (GangLost), so the step is done again; the trajectory
+    log's ends the run.
+    """
 
 
 class Overloaded(InfrastructureError):

@@ -54,11 +54,14 @@ from mempo_ray.errors import (
     DeadlineExceeded,
     GangLost,
     MempoError,
+    PayloadLost,
     TrainingError,
     WorkerFailed,
 )
 
 T = TypeVar("T")
+
+PUSH_GRACE_S = 30.0  # for rank 0 to tell which engines failed a push, before the gang is ended
 
 
 class Order(IntEnum):
@@ -98,6 +101,7 @@ class BatchExecutor:
             Limits(section.micro_batch_tokens, gang.num_ranks, section.max_wait_s, section.max_queued_tokens)
         )
         self._commands: list[_QueuedCommand] = []
+        self._running: _QueuedCommand | None = None
         self._waiting: dict[int, _Waiting] = {}
         self._numbers = itertools.count()
         self._wake = asyncio.Event()
@@ -160,9 +164,9 @@ class BatchExecutor:
         """Export the present weights to the folder `uri`."""
         return _value(await self._call_all(Order.EXPORT, PublishCommand(uri)), WeightManifest)
 
-    async def push(self, command: PushCommand) -> None:
-        """Send the present weights into the engines."""
-        await self._call_all(Order.EXPORT, command)
+    async def push(self, command: PushCommand) -> Mapping[str, str]:
+        """Send the present weights into the engines; those that failed it, with the reason."""
+        return _value(await self._call_all(Order.EXPORT, command), Mapping)
 
     async def save(self, uri: str, extra: Mapping[str, object]) -> None:
         """Write a complete checkpoint to the folder `uri`."""
@@ -287,7 +291,7 @@ class BatchExecutor:
             text = f"the plan trains version {command.policy_version}, the ranks hold {self._gang.version}"
             command.future.set_exception(TrainingError(text))
             return
-        started = self._clock()
+        self._running, started = command, self._clock()
         try:
             replies = await self._gang.execute(command.shares)
         except MempoError as error:
@@ -298,6 +302,7 @@ class BatchExecutor:
         self._count(busy_s=self._clock() - started)
         if not command.future.done():
             command.future.set_result(replies[0])
+        self._running = None
 
     def _answer(self, ticket: Ticket, result: LogProbResult | MempoError) -> None:
         failed = isinstance(result, MempoError)
@@ -318,7 +323,8 @@ class BatchExecutor:
         """Nothing can run any more: every caller hears it now."""
         self._state = "failed"
         self._failure = GangLost(reason)
-        pending = [w.future for w in self._waiting.values()] + [c.future for c in self._commands]
+        commands = [*self._commands, *([self._running] if self._running is not None else [])]
+        pending = [w.future for w in self._waiting.values()] + [c.future for c in commands]
         for future in pending:
             if not future.done():
                 future.set_exception(GangLost(reason))
@@ -359,13 +365,18 @@ class GangRunner:
         return [results[i] for i in range(len(requests))]
 
     async def execute(self, shares: Sequence[RankShare]) -> list[CommandReply]:
+        """A push that an engine's death holds in a collective has the deadline of its sync, not of a whole update."""
         sequence, self._sequence = self._sequence, self._sequence + 1
-        what = f"{type(shares[0].command).__name__} {sequence}"
+        command = shares[0].command
+        timeout_s = self._timeout_s
+        if isinstance(command, PushCommand):
+            timeout_s = min(timeout_s, command.timeout_s + PUSH_GRACE_S)
+        what = f"{type(command).__name__} {sequence}"
         calls = [
             answer(
                 worker.run.remote(sequence, share.command, *share.payloads),
                 f"{what}, rank {rank}",
-                self._timeout_s,
+                timeout_s,
                 GangLost,
             )
             for rank, (worker, share) in enumerate(zip(self._workers, shares, strict=True))
@@ -374,6 +385,8 @@ class GangRunner:
             replies = await asyncio.gather(*calls)
         except DeadlineExceeded as error:
             raise self._ended(f"{error} (batch_executor.command_timeout_s)") from None
+        except PayloadLost as error:  # the step that made it is done again
+            raise self._ended(str(error)) from None
         except MempoError:
             self._ended(what)
             raise

@@ -10,7 +10,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from mempo_ray.actors.batch_executor import BatchExecutor
+from mempo_ray.actors.batch_executor import BatchExecutor, GangRunner
 from mempo_ray.config.schema import BatchExecutor as Section
 from mempo_ray.contracts import (
     EndReason,
@@ -25,8 +25,17 @@ from mempo_ray.contracts import (
     TrainPlan,
     TrajectorySummary,
 )
-from mempo_ray.errors import DataError, DeadlineExceeded, Overloaded, TrainingError, WorkerFailed
+from mempo_ray.errors import (
+    DataError,
+    DeadlineExceeded,
+    GangLost,
+    Overloaded,
+    PayloadLost,
+    TrainingError,
+    WorkerFailed,
+)
 from tests.fakes.gang import FakeGang
+from tests.fakes.handle import FakeHandle, is_dead, replace_ray
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -267,3 +276,27 @@ async def test_a_bug_in_the_runner_reaches_the_callers_instead_of_hanging_them()
 
     with pytest.raises(WorkerFailed, match="ZeroDivisionError: bug"):
         await executor(Broken()).logprobs(request(0))
+
+
+async def test_a_bug_in_a_command_reaches_its_caller_and_those_behind_it():
+    class Broken(FakeGang):
+        async def execute(self, shares):
+            raise TypeError("bug")
+
+    e = executor(Broken())
+    answers = await all_of(e.publish("p"), e.save("s", {}))
+    assert all(isinstance(a, GangLost) and "TypeError: bug" in str(a) for a in answers)
+
+
+async def test_a_payload_that_a_rank_cannot_read_ends_the_gang_as_lost(monkeypatch):
+    replace_ray(monkeypatch)
+
+    class Rank:
+        async def run(self, *_: object) -> None:
+            raise PayloadLost("p0: its node is gone")
+
+    rank = FakeHandle(Rank())
+    e = BatchExecutor(Section(), GangRunner([rank], command_timeout_s=5))
+    with pytest.raises(GangLost, match="its node is gone"):
+        await e.train(plan())
+    assert is_dead(rank)
