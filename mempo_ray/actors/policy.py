@@ -10,6 +10,7 @@ torch is imported in `start`, so the driver may import this module without it.
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 import psutil
@@ -73,17 +74,24 @@ class PolicyWorker:
             raise WorkerFailed(f"{self._name}: a command before start()")
         return self._rank.run(sequence, command, *payloads)
 
-    def _push(self, rank: PolicyRank, command: PushCommand) -> None:
+    def _push(self, rank: PolicyRank, command: PushCommand) -> Mapping[str, str]:
         """Through vLLM's transfer engine, which stays in this process from push to push."""
         from mempo_ray.generation.vllm_push import CastSource, WeightSender, init_info
 
         self._sender = self._sender or WeightSender()
-        engines = cast(list[ActorHandle], list(command.engines.values()))
-        client = EngineClient(engines, command.gpus_per_engine, command.timeout_s)
+        engines = cast(Mapping[str, ActorHandle], command.engines)
+        is_group = command.transport == "nccl"
+        client = EngineClient(engines, command.gpus_per_engine, command.timeout_s, is_group)
         num_engine_gpus = len(engines) * command.gpus_per_engine
         info = init_info(command.transport, rank.gang.rank, self.rendezvous(), num_engine_gpus)
         source = CastSource(rank.model, rank.forward_dtype, rank.gang.device)
-        self._sender.send(source, info, client, list(command.engines))
+        try:
+            self._sender.send(source, info, client, list(engines))
+        except Exception:
+            if not client.failed:
+                raise
+            source.finish()  # an engine's failure is a value; the other ranks are in these collectives
+        return client.failed
 
     def __repr__(self) -> str:
         return f"PolicyWorker({self._name})"

@@ -11,18 +11,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError
 
+from mempo_ray.actors.calls import DIED, first_line
 from mempo_ray.config.schema import Config
 from mempo_ray.contracts import WeightManifest
-from mempo_ray.errors import DeadlineExceeded, EngineFailed, InfrastructureError, TrainingError
-from mempo_ray.ports import SyncReport
+from mempo_ray.errors import EngineFailed, InfrastructureError, TrainingError
 
 T = TypeVar("T")
 Transport = Literal["pull", "nccl", "ipc"]
@@ -30,8 +30,12 @@ Transport = Literal["pull", "nccl", "ipc"]
 Update = Callable[[WeightManifest], Awaitable[float]]
 """`RolloutActor.update` of one engine, with its reference awaited; returns the proof's gap."""
 
-Push = Callable[[], Awaitable[None]]
-"""The trainer's side of nccl and ipc: sends the published weights through vLLM's transfer engine to all engines."""
+Push = Callable[[], Awaitable[Mapping[str, str]]]
+"""The trainer's side of nccl and ipc: sends the published weights through vLLM's transfer engine to all engines.
+Returns the engines that failed it, by name, with the reason; its deadline is its own."""
+
+PushInto = Callable[[Mapping[str, ActorHandle]], Awaitable[Mapping[str, str]]]
+"""The same, into the engines given by name."""
 
 
 class EngineClient:
@@ -39,10 +43,23 @@ class EngineClient:
 
     vLLM's own Ray client gives every actor the same place in the NCCL group (it drives one data-parallel engine); here
     each engine is one of its own, so engine i begins at rank 1 + i · `gpus_per_engine`.
+
+    An engine that fails a step is left out of the following ones and named in `failed`. Over IPC the others get their
+    weights all the same. An NCCL group is complete or useless: there a failure before the broadcast raises.
+
+    Args:
+        engines: by the names under which they are to be named in `failed`.
+        timeout_s: for all steps together.
+        is_group: over NCCL.
     """
 
-    def __init__(self, engines: Sequence[ActorHandle], gpus_per_engine: int, timeout_s: float) -> None:
-        self._engines, self._gpus_per_engine, self._timeout_s = engines, gpus_per_engine, timeout_s
+    def __init__(
+        self, engines: Mapping[str, ActorHandle], gpus_per_engine: int, timeout_s: float, is_group: bool
+    ) -> None:
+        self._engines, self._gpus_per_engine, self._timeout_s = dict(engines), gpus_per_engine, timeout_s
+        self._is_group = is_group
+        self._deadline = time.monotonic() + timeout_s
+        self.failed: dict[str, str] = {}
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._all("init", *places(init_info, len(self._engines), self._gpus_per_engine))
@@ -57,13 +74,20 @@ class EngineClient:
         self._all("finish")
 
     def _all(self, step: str, *infos: object) -> None:
-        calls = [engine.transfer.remote(step, info) for engine, info in itertools.zip_longest(self._engines, infos)]
-        try:
-            ray.get(calls, timeout=self._timeout_s)
-        except GetTimeoutError:
-            raise DeadlineExceeded(f"weight push, {step}: an engine did not answer in {self._timeout_s:g} s") from None
-        except RayActorError as error:
-            raise EngineFailed(f"weight push, {step}: {str(error).splitlines()[0]}") from error
+        calls = {
+            name: engine.transfer.remote(step, info)
+            for (name, engine), info in itertools.zip_longest(self._engines.items(), infos)
+            if name not in self.failed
+        }
+        for name, call in calls.items():
+            try:
+                ray.get(call, timeout=max(0.0, self._deadline - time.monotonic()))
+            except GetTimeoutError:
+                self.failed[name] = f"weight push, {step}: no answer within weight_sync.timeout_s={self._timeout_s:g} s"
+            except (*DIED, InfrastructureError) as error:
+                self.failed[name] = f"weight push, {step}: {first_line(error)}"
+        if self._is_group and self.failed and step in ("init", "start"):
+            raise EngineFailed(f"weight push, {step}: {len(self.failed)} engines failed it; nothing was sent")
 
 
 def places(init_info: Mapping[str, object], num_engines: int, gpus_per_engine: int) -> list[Mapping[str, object]]:
@@ -96,10 +120,10 @@ def choose_transport(config: Config) -> Transport:
 
 @dataclass(frozen=True)
 class SyncOutcome:
-    """Who holds the version now, and who must be restarted and why."""
+    """By engine: whose proof had which largest |Δ log-prob|, and who must be replaced and why."""
 
-    report: SyncReport
-    failed: Mapping[str, str]  # engine name → reason
+    gaps: Mapping[str, float]
+    failed: Mapping[str, str]
 
 
 async def sync_engines(
@@ -107,40 +131,32 @@ async def sync_engines(
 ) -> SyncOutcome:
     """Bring all engines to the manifest's version at once, each proven. A failed one does not hold up the rest.
 
-    With `push` the trainer sends first and the engines only prove. A restarted or joining engine calls the same
-    `update(manifest)` by itself and pulls.
+    With `push` the trainer sends first and the engines only prove; where it failed for one, the others may hold part
+    of the weights and pull. A restarted or joining engine calls the same `update(manifest)` by itself and pulls.
 
     Raises:
         TrainingError: no engine is left and at least one holds other weights than the policy's.
-        EngineFailed: no engine is left, for other reasons.
     """
-    begin = time.monotonic()
+    failed: dict[str, str] = {}
     if push is not None:
-        await _within(push(), timeout_s)
-        manifest = replace(manifest, uri="")
-    names = list(engines)
+        failed |= await push()
+        manifest = manifest if failed else replace(manifest, uri="")
+    names = [name for name in engines if name not in failed]
     results = await asyncio.gather(
         *(_within(engines[name](manifest), timeout_s) for name in names), return_exceptions=True
     )
-    gaps: list[float] = []
-    failed: dict[str, Exception] = {}
+    gaps: dict[str, float] = {}
     for name, result in zip(names, results, strict=True):
         if isinstance(result, (InfrastructureError, TrainingError)):
-            failed[name] = result
+            failed[name] = str(result)
         elif isinstance(result, BaseException):
             raise result
         else:
-            gaps.append(result)
-    if names and not gaps:
-        reasons = "; ".join(f"{name}: {error}" for name, error in failed.items())
-        unverified = any(isinstance(error, TrainingError) for error in failed.values())
-        raise (TrainingError if unverified else EngineFailed)(
-            f"no engine took over weights {manifest.version}: {reasons}"
-        )
-    report = SyncReport(
-        manifest.version, seconds=time.monotonic() - begin, num_engines=len(gaps), max_gap=max(gaps, default=0.0)
-    )
-    return SyncOutcome(report, {name: str(error) for name, error in failed.items()})
+            gaps[name] = result
+    if not gaps and any(isinstance(result, TrainingError) for result in results):
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
+        raise TrainingError(f"no engine took over weights {manifest.version}: {reasons}")
+    return SyncOutcome(gaps, failed)
 
 
 async def _within(work: Awaitable[T], timeout_s: float) -> T:

@@ -58,15 +58,16 @@ class PublishCommand:
 
 @dataclass(frozen=True)
 class PushCommand:
-    """Send the weights straight into the engines' GPUs; all ranks gather, rank 0 sends. Reply value: None.
+    """Send the weights straight into the engines' GPUs; all ranks gather, rank 0 sends.
 
+    Reply value of rank 0: name → reason of the engines that failed; a dead engine is no reason to end the ranks.
     The names of `engines` change when an engine is replaced. Handles are opaque, as in `PayloadRef`.
     """
 
     transport: str  # "nccl" | "ipc"
     engines: Mapping[str, object]  # name of this life of the engine → handle
     gpus_per_engine: int
-    timeout_s: float  # of each answer of an engine
+    timeout_s: float  # of all answers of the engines together
 
 
 @dataclass(frozen=True)

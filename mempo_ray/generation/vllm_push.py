@@ -26,17 +26,26 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 
 class CastSource(WeightSource):
-    """A sharded model's tensors, whole, as `dtype` on `device`, in Hugging Face names. Iterating is a collective."""
+    """A sharded model's tensors, whole, as `dtype` on `device`, in Hugging Face names; for one push.
+
+    Iterating is a collective, so a rank that gives up must `finish`.
+    """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         self._model, self._dtype, self._device = model, dtype, device
+        self._left = iter(list(model.named_parameters()))
 
     def metadata(self) -> list[ParamMeta]:
         return [ParamMeta(name, self._dtype, tuple(p.shape)) for name, p in self._model.named_parameters()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._left:
             yield name, materialize_full_tensor(parameter.detach()).to(self._device, self._dtype)
+
+    def finish(self) -> None:
+        """Take part in what is left, for the other ranks' sake."""
+        for _ in self:
+            pass
 
 
 def init_info(transport: str, rank: int, master: tuple[str, int], num_engine_gpus: int) -> TrainerInitInfo:

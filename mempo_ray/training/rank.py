@@ -45,8 +45,8 @@ from mempo_ray.training.settings import RankSettings
 from mempo_ray.training.sharding import Gang
 from mempo_ray.training.step import PolicyUpdate, make_optimizer, supervised_step
 
-Push = Callable[["PolicyRank", PushCommand], None]
-"""Sends the rank's weights, as its `forward_dtype`, to the engines. Collective."""
+Push = Callable[["PolicyRank", PushCommand], Mapping[str, str]]
+"""Sends the rank's weights, as its `forward_dtype`, to the engines; returns those that failed. Collective."""
 
 
 class PolicyRank:
@@ -276,5 +276,5 @@ class PolicyRank:
         return state | {"random": checkpoint.random_state()}
 
 
-def _no_push(*_: object) -> None:
+def _no_push(*_: object) -> Mapping[str, str]:
     raise WorkerFailed("weight_sync.transport: this gang was started without a way to push weights")

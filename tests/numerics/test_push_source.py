@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mempo_ray.actors.policy import PolicyWorker
 from mempo_ray.contracts import PushCommand
 from mempo_ray.errors import WorkerFailed
 from mempo_ray.training.rank import PolicyRank
@@ -15,8 +16,9 @@ COMMAND = PushCommand("nccl", {}, 1, 1.0)
 
 def test_a_push_obeys_the_order_of_commands_and_changes_no_version(tiny_model, solo_gang) -> None:
     pushed = []
-    rank = PolicyRank(settings(tiny_model), solo_gang, push=lambda rank, command: pushed.append((rank, command)))
-    assert rank.run(0, COMMAND).version == 0
+    rank = PolicyRank(settings(tiny_model), solo_gang, push=lambda *told: pushed.append(told) or {"e": "died"})
+    reply = rank.run(0, COMMAND)
+    assert (reply.version, reply.value) == (0, {"e": "died"})
     assert pushed == [(rank, COMMAND)]
 
 
@@ -33,6 +35,38 @@ def test_the_declared_tensors_are_those_that_are_sent(tiny_model, solo_gang) -> 
     assert declared == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in source]
     assert {dtype for _, dtype, _ in declared} == {torch.bfloat16}
     assert "model.embed_tokens.weight" in {name for name, _, _ in declared}
+
+
+class FailingSender:
+    """Gives up after the first tensor; `failed` are the engines that it blames."""
+
+    def __init__(self, failed: dict[str, str]) -> None:
+        self.failed = failed
+
+    def send(self, source, info, client, members) -> None:
+        self.source = source
+        client.failed |= self.failed
+        next(iter(source))
+        raise RuntimeError("the group is incomplete")
+
+
+def test_a_push_that_an_engine_broke_names_it_and_stays_in_step_with_the_other_ranks(tiny_model, solo_gang) -> None:
+    pytest.importorskip("mempo_ray.generation.vllm_push", reason="needs vllm")
+    worker = PolicyWorker(settings(tiny_model))
+    worker.rendezvous = lambda: ("127.0.0.1", 1)
+    worker._sender = FailingSender({"a/0": "died"})
+    rank = PolicyRank(settings(tiny_model), solo_gang, push=worker._push)
+    assert rank.run(0, PushCommand("nccl", {"a/0": None}, 1, 1.0)).value == {"a/0": "died"}
+    assert list(worker._sender.source) == []  # the collectives of every tensor have been joined
+
+
+def test_a_push_that_breaks_by_itself_is_a_bug(tiny_model, solo_gang) -> None:
+    pytest.importorskip("mempo_ray.generation.vllm_push", reason="needs vllm")
+    worker = PolicyWorker(settings(tiny_model))
+    worker.rendezvous = lambda: ("127.0.0.1", 1)
+    worker._sender = FailingSender({})
+    with pytest.raises(RuntimeError, match="incomplete"):
+        PolicyRank(settings(tiny_model), solo_gang, push=worker._push).run(0, COMMAND)
 
 
 def test_the_group_is_formed_once_and_again_when_an_engine_was_replaced(tiny_model, solo_gang, monkeypatch) -> None:

@@ -11,7 +11,7 @@ from mempo_ray.actors.fleet import RayPolicy, RayRollouts
 from mempo_ray.config.load import load_file
 from mempo_ray.contracts import PushCommand, WeightManifest, WeightProof
 
-ANSWERS = {"publish": WeightManifest(1, "/weights/1", WeightProof((1, 2), (-1.0,))), "update": 0.0}
+ANSWERS = {"publish": WeightManifest(1, "/weights/1", WeightProof((1, 2), (-1.0,))), "push": {}, "update": 0.0}
 SILENT = ("set_retrieval", "set_engines", "watch")
 
 
