@@ -16,10 +16,12 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import math
 import shutil
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,17 +30,18 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from mempo_ray.actors.agent_loop import RemoteAgentLoopWorker
+from mempo_ray.actors.agent_loop import RemoteAgentLoopWorker, RetrievalPool
 from mempo_ray.actors.batch_executor import BatchExecutorActor, GangRunner
 from mempo_ray.actors.calls import answer
 from mempo_ray.actors.lease import Lease, SideBySide, Turns
 from mempo_ray.actors.policy import PolicyActor
 from mempo_ray.actors.retrieval import RemoteRetrievalActor, prepare_index
-from mempo_ray.actors.reward import RewardManagerActor
+from mempo_ray.actors.reward import NUM_THREADS, RewardManagerActor
 from mempo_ray.actors.rollout import RemoteRolloutActor, max_concurrency
-from mempo_ray.actors.weight_sync import choose_transport, sync_engines
+from mempo_ray.actors.weight_sync import PushInto, choose_transport, sync_engines
 from mempo_ray.agent.tokenizer import FileTokenizer
 from mempo_ray.algo.memory_reward import plan_probes
+from mempo_ray.config.models import read_model_shape
 from mempo_ray.config.schema import Config
 from mempo_ray.contracts import (
     EpisodeRequest,
@@ -63,7 +66,7 @@ from mempo_ray.errors import (
     GangLost,
     InfrastructureError,
     PayloadLost,
-    ToolFailed,
+    TrainingError,
     WorkerFailed,
 )
 from mempo_ray.observability.run_folder import RunFolder
@@ -75,6 +78,14 @@ from mempo_ray.training.settings import RankSettings
 REPLACED_ROLES = ("rollout", "policy", "batch_executor")
 """Their actors are made again in a run, maybe before Ray has freed the name of the dead one; so they have none."""
 
+KEPT_SNAPSHOTS = 2
+"""Published weights that stay: the newest, and the one before, which a restarting engine may still be pulling."""
+
+MAX_WORKER_LIVES = 4
+"""Streams that a share of episodes gets: a worker that dies more often in one step dies of its episodes."""
+
+MEMORY = Path("/dev/shm")
+
 CLOSE_S = 20.0  # for one actor to close by itself before it is killed
 RETRY_S = 0.5  # between two tries to reach an actor that Ray restarts
 READ_S = 60.0  # for a payload to be read from the object store
@@ -85,6 +96,27 @@ class Payloads:
 
     async def read(self, ref: PayloadRef) -> TrajectoryBatch:
         return await answer(ref.handle, f"payload {ref.key}", READ_S, PayloadLost)
+
+
+class TokenRoom:
+    """At most `limit` tokens at once; a request that is larger than that has it all to itself."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._held = limit, 0
+        self._changed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def held(self, tokens: int) -> AsyncGenerator[None]:
+        """Waits until there is room; whoever has it has a deadline of its own."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._held == 0 or self._held + tokens <= self._limit)
+            self._held += tokens
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._held -= tokens
+                self._changed.notify_all()
 
 
 class RayPolicy:
@@ -100,10 +132,16 @@ class RayPolicy:
         self._command_s = config.batch_executor.command_timeout_s
         self._grace_s = 10.0  # the executor's own deadline fires first and says more
         self._weights_dir = weights_dir
-        self._published = itertools.count()
+        self._numbers = itertools.count()
+        self._snapshots: deque[Path] = deque(maxlen=KEPT_SNAPSHOTS)
+        self._room = TokenRoom(config.batch_executor.max_queued_tokens)
+        self._set_missing = 0
 
     async def __call__(self, request: LogProbRequest) -> LogProbResult:
-        async with self._turns.held_by("policy"):
+        """The request's deadline counts from its admission: until the executor's queue has room, it waits here."""
+        in_set, self._set_missing = self._set_missing > 0, max(0, self._set_missing - 1)
+        room = nullcontext() if in_set else self._room.held(request.num_plain_tokens)  # a set waits for all its members
+        async with room, self._turns.held_by("policy"):
             call = self._executor.logprobs.remote(request)
             return await answer(call, f"log-probs {request.id}", request.deadline_s + self._grace_s, GangLost)
 
@@ -124,16 +162,20 @@ class RayPolicy:
         await self._command("freeze_reference")
 
     async def publish(self) -> WeightManifest:
-        """Export this version once into a folder of its own; older snapshots of this run are removed."""
-        manifest = await self._command("publish", str(self._weights_dir / f"{next(self._published):06d}"))
+        """Export this version once into a folder of its own, and remove all but the newest `KEPT_SNAPSHOTS`."""
+        manifest = await self._command("publish", str(self._weights_dir / f"{next(self._numbers):06d}"))
+        self._snapshots.append(Path(manifest.uri))
         for old in self._weights_dir.iterdir():
-            if old != Path(manifest.uri):
+            if old not in self._snapshots:
                 shutil.rmtree(old, ignore_errors=True)
         return manifest
 
-    async def push(self, engines: Mapping[str, ActorHandle]) -> None:
-        """Send the published version into these engines (by the names of their lives), in the engines' turn."""
-        await self._ask("push", PushCommand(self._transport, engines, self._gpus_per_engine, self._sync_s))
+    async def push(self, engines: Mapping[str, ActorHandle]) -> Mapping[str, str]:
+        """Send the published version into these engines (by the names of their lives), in the engines' turn.
+
+        Returns those that failed it, with the reason.
+        """
+        return await self._ask("push", PushCommand(self._transport, engines, self._gpus_per_engine, self._sync_s))
 
     async def save(self, uri: str, extra: Mapping[str, object]) -> None:
         await self._command("save", uri, extra)
@@ -144,6 +186,7 @@ class RayPolicy:
     async def begin(self, num_requests: int) -> None:
         """Deterministic mode: serve the next requests only when this many have come, in the order of their ids."""
         await self._command("begin", num_requests)
+        self._set_missing = num_requests
 
     async def stats(self) -> Mapping[str, float]:
         return await self._ask("stats")
@@ -158,34 +201,35 @@ class RayPolicy:
 
 
 class RayRewards:
-    """`Rewards` over the pool, round robin. A worker that dies is asked again elsewhere once."""
+    """`Rewards` over the pool, round robin. A worker that dies is asked again elsewhere once.
+
+    A worker is sent no more than it scores at once, so that `reward.timeout_s` and the caller's deadline count the same
+    wait: a queue of slow scorers is no failure.
+    """
 
     def __init__(self, workers: Sequence[ActorHandle], timeout_s: float):
-        self._workers = itertools.cycle(workers)
+        self._workers = itertools.cycle([(worker, asyncio.Semaphore(NUM_THREADS)) for worker in workers])
         self._deadline_s = timeout_s + CLOSE_S
 
     async def score(self, payload: PayloadRef) -> Score:
         failure = ""
         for _ in range(2):
-            try:
-                call = next(self._workers).score.remote(payload.handle)
-                return await answer(call, f"reward of {payload.key}", self._deadline_s)
-            except (WorkerFailed, DeadlineExceeded) as error:
-                failure = str(error)
+            worker, places = next(self._workers)
+            async with places:
+                call = worker.score.remote(payload.handle)
+                try:
+                    return await answer(call, f"reward of {payload.key}", self._deadline_s)
+                except PayloadLost as error:  # no other worker could read it either
+                    return Unscored(str(error), kind="infrastructure")
+                except WorkerFailed as error:
+                    failure = str(error)
+                except DeadlineExceeded as error:
+                    failure = str(error)
+                    ray.cancel(call)
+                except asyncio.CancelledError:
+                    ray.cancel(call)  # nobody waits any more
+                    raise
         return Unscored(failure, kind="infrastructure")
-
-
-class RaySearch:
-    """`Search` over the retrieval pool, for the driver's oracle."""
-
-    def __init__(self, actors: Sequence[ActorHandle], deadline_s: float):
-        self._actors = itertools.cycle(actors)
-        self._deadline_s = deadline_s
-
-    async def __call__(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
-        return await answer(
-            next(self._actors).search.remote(list(queries), top_k), "search", self._deadline_s, ToolFailed
-        )
 
 
 @dataclass
@@ -196,7 +240,9 @@ class Member:
     handle: ActorHandle
     state: str = "starting"  # see ports.EngineStatus
     weight_version: int = -1
+    gap: float = 0.0  # largest |Δ log-prob| of its last proof
     num_restarts: int = 0
+    failure: str = ""  # why it was restarted last
 
 
 @dataclass
@@ -234,12 +280,14 @@ class RayRollouts:
         self._joins: list[asyncio.Task] = []
         self._watchers: set[asyncio.Task] = set()
         self._manifest: WeightManifest | None = None
+        self._telling = [asyncio.Lock() for _ in workers]  # what a worker hears last is what is true last
+        self._changed = asyncio.Event()  # a member has changed its state
         self._sync_lock = asyncio.Lock()  # a joining engine must not miss a version that is being pushed
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.counters = RolloutCounters()
         colocated = config.placement.layout == "colocated"
         self.turns: Turns = Lease(self._pause_all, self._resume_all) if colocated else SideBySide()
-        self.push: Callable[[Mapping[str, ActorHandle]], Awaitable[None]] | None = None  # None: engines pull
+        self.push: PushInto | None = None  # None: engines pull
 
     # -- membership -------------------------------------------------------------------------------------
 
@@ -261,63 +309,84 @@ class RayRollouts:
     async def drain(self, engine: str) -> None:
         """No new turns for this engine; those in flight end."""
         member = self._members[engine]
-        member.state = "draining"
+        self._set_state(member, "draining")
         await self._announce()
         await answer(
             member.handle.drain.remote(), f"{engine}: drain", self._config.rollout.request_timeout_s, EngineFailed
         )
 
+    def _set_state(self, member: Member, state: str) -> None:
+        member.state = state
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _set_proven(self, member: Member, version: int, gap: float) -> None:
+        member.weight_version, member.gap = version, gap
+        self._set_state(member, "serving")
+
     async def _join(self, member: Member) -> None:
+        await self._load(member)
+        await self._attend(member)
+
+    async def _load(self, member: Member) -> None:
+        """Start its engine; where weights are published already, it pulls and proves them."""
         start = member.handle.start.remote(None)
         await answer(start, f"{member.name}: start", self._config.rollout.startup_timeout_s, EngineFailed)
         async with self._sync_lock:
-            member.state = "stale"
-            if self._manifest is not None:
-                await self._update(member, self._manifest)
-                member.state = "serving"
+            self._set_state(member, "stale")
+            if (manifest := self._manifest) is not None:
+                gap = await self._update(member.name, member.handle, manifest)
+                self._set_proven(member, manifest.version, gap)
+
+    async def _attend(self, member: Member) -> None:
         await self._announce()
         watcher = asyncio.create_task(self._watch(member), name=f"watch-{member.name}")
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watcher_ended)
 
-    async def _update(self, member: Member, manifest: WeightManifest) -> float:
-        call = member.handle.update.remote(manifest)
-        gap = await answer(call, f"{member.name}: weights", self._config.weight_sync.timeout_s, EngineFailed)
-        member.weight_version = manifest.version
-        return gap
+    async def _update(self, name: str, handle: ActorHandle, manifest: WeightManifest) -> float:
+        call = handle.update.remote(manifest)
+        return await answer(call, f"{name}: weights", self._config.weight_sync.timeout_s, EngineFailed)
 
     async def _watch(self, member: Member) -> None:
         with contextlib.suppress(RayError):  # the death that this call waits for
             await member.handle.watch.remote()
         if member.state == "draining":
-            member.state = "dead"
+            self._set_state(member, "dead")
             return
         async with self.turns.held_by("engines"):
             await self._restart(member)
 
     async def _restart(self, member: Member) -> None:
-        """A new actor in the same place; one that dies before it serves is replaced too, up to the ceiling."""
-        began, has_joined = time.monotonic(), False
-        while not has_joined:
-            member.state, member.num_restarts = "dead", member.num_restarts + 1
+        """A new actor in the same place; one that fails before it serves is replaced too, up to the ceiling."""
+        began = time.monotonic()
+        while True:
+            member.num_restarts += 1
             self.counters.engine_restarts += 1
+            self._set_state(member, "dead")
             await self._announce()
             if sum(m.num_restarts for m in self._members.values()) > self._config.rollout.max_restarts:
                 raise EngineFailed(
                     f"{member.name}: engines were restarted more than rollout.max_restarts="
                     f"{self._config.rollout.max_restarts} times; see the engine logs in the run folder"
+                    + (f"; last: {member.failure}" if member.failure else "")
                 )
             ray.kill(member.handle)
             member.handle = self._make_engine(int(member.name.rpartition("-")[2]))
-            with contextlib.suppress(EngineFailed):  # it died as well: the next round counts it
-                await self._join(member)
-                has_joined = True
+            try:
+                await self._load(member)
+            except (InfrastructureError, TrainingError) as error:  # it died as well, or its proof failed
+                member.failure = str(error)
+            else:
+                break
+        await self._attend(member)
         self.counters.recovery_s += time.monotonic() - began
 
     def _watcher_ended(self, watcher: asyncio.Task) -> None:
         self._watchers.discard(watcher)
         if not watcher.cancelled() and (error := watcher.exception()) and not self._failure.done():
             self._failure.set_exception(error)
+            self._changed.set()
 
     async def _pause_all(self) -> None:
         """Engines give their GPUs to the policy."""
@@ -345,42 +414,76 @@ class RayRollouts:
 
     async def _announce(self) -> None:
         """Tell every agent worker what it works with; one that Ray restarted knows nothing."""
-        serving = {m.name: m.handle for m in self._members.values() if m.state == "serving"}
-        await asyncio.gather(*(self._tell(worker, serving) for worker in self._workers))
+        await asyncio.gather(*(self._tell(*told) for told in zip(self._workers, self._telling, strict=True)))
 
-    async def _tell(self, worker: ActorHandle, serving: Mapping[str, ActorHandle]) -> None:
-        """Again while Ray restarts the worker."""
+    async def _tell(self, worker: ActorHandle, telling: asyncio.Lock) -> None:
+        """What holds now, at each try; again while Ray restarts the worker."""
         timeout_s = self._config.policy.startup_timeout_s
         deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                await answer(worker.set_retrieval.remote(self._retrieval), "agent worker: start", timeout_s)
-                await answer(worker.set_engines.remote(serving), "agent worker: engines", timeout_s)
-                return
-            except WorkerFailed:
-                if time.monotonic() > deadline:
-                    raise
-                await asyncio.sleep(RETRY_S)
+        async with telling:
+            while True:
+                try:
+                    await answer(worker.set_retrieval.remote(self._retrieval), "agent worker: start", timeout_s)
+                    serving = {m.name: m.handle for m in self._members.values() if m.state == "serving"}
+                    await answer(worker.set_engines.remote(serving), "agent worker: engines", timeout_s)
+                    return
+                except WorkerFailed:
+                    if time.monotonic() > deadline:
+                        raise
+                    await asyncio.sleep(RETRY_S)
 
     # -- work -------------------------------------------------------------------------------------------
 
     async def sync(self, manifest: WeightManifest) -> SyncReport:
-        """All serving engines hold and have proven `manifest.version`, or the dead ones are being replaced."""
+        """At least `rollout.min_replicas` engines (and one) hold and have proven `manifest.version`.
+
+        One that fails is ended and replaced; with too few left, the replacements are waited for.
+
+        Raises:
+            TrainingError: no engine is left and at least one holds other weights than the policy's.
+            EngineFailed: too few serve after `rollout.startup_timeout_s`, or `rollout.max_restarts` are used up.
+        """
+        began = time.monotonic()
         await asyncio.gather(*self._joins)
         self._joins.clear()
         async with self.turns.held_by("engines"), self._sync_lock:
             self._manifest = manifest
-            members = {m.name: m for m in self._members.values() if m.state in ("stale", "serving")}
-            updates = {name: functools.partial(self._update, member) for name, member in members.items()}
-            lives = {f"{m.name}/{m.num_restarts}": m.handle for m in members.values()}
-            push = None if self.push is None else functools.partial(self.push, lives)
+            lives = {m.name: m for m in self._members.values() if m.state in ("stale", "serving")}
+            handles = {name: member.handle for name, member in lives.items()}
+            updates = {name: functools.partial(self._update, name, handle) for name, handle in handles.items()}
+            push = None if self.push is None else functools.partial(_push, self.push, list(lives.values()))
             outcome = await sync_engines(manifest, updates, self._config.weight_sync.timeout_s, push)
-            for name, member in members.items():
-                member.state = "dead" if name in outcome.failed else "serving"
+            for name, member in lives.items():
+                if member.handle is not handles[name] or member.state not in ("stale", "serving"):
+                    continue  # it died meanwhile: its successor, which pulls this manifest, is no business of this sync
+                if (failure := outcome.failed.get(name)) is None:
+                    self._set_proven(member, manifest.version, outcome.gaps[name])
+                else:
+                    member.failure = failure
+                    self._set_state(member, "dead")
+                    ray.kill(member.handle)  # its watcher makes a new one
+        serving = await self._enough_serving(manifest.version)
         await self._announce()
-        for name in outcome.failed:
-            ray.kill(members[name].handle)  # its watcher makes a new one, which pulls this manifest
-        return outcome.report
+        gap = max(member.gap for member in serving)
+        return SyncReport(manifest.version, time.monotonic() - began, num_engines=len(serving), max_gap=gap)
+
+    async def _enough_serving(self, version: int) -> list[Member]:
+        needed, timeout_s = max(1, self._config.rollout.min_replicas), self._config.rollout.startup_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    if self._failure.done():
+                        self._failure.result()
+                    proven = [m for m in self._members.values() if (m.state, m.weight_version) == ("serving", version)]
+                    if len(proven) >= needed:
+                        return proven
+                    await self._changed.wait()
+        except TimeoutError:
+            reasons = "; ".join(f"{m.name} is {m.state} ({m.failure})" for m in self._members.values() if m.failure)
+            raise EngineFailed(
+                f"fewer than {needed} engines (rollout.min_replicas) serve weights {version} after "
+                f"rollout.startup_timeout_s={timeout_s:g} s: {reasons or 'none has started'}"
+            ) from None
 
     async def run(self, requests: Sequence[EpisodeRequest]) -> AsyncIterator[Finished]:
         """Finished trajectories in order of completion. Siblings of a task go to one worker."""
@@ -415,7 +518,7 @@ class RayRollouts:
     async def _pump(self, index: int, share: list[EpisodeRequest], ended: asyncio.Queue[Finished]) -> None:
         """Stream one worker's trajectories; after its death, run what had not ended again on its next life."""
         waiting = {(r.task.task_id, r.sibling): r for r in share}
-        for _ in range(1 + self._config.agent.max_resamples):
+        for _ in range(MAX_WORKER_LIVES):
             try:
                 async for finished in self._stream(index, list(waiting.values())):
                     waiting.pop((finished.summary.task_id, finished.summary.sibling))
@@ -431,18 +534,22 @@ class RayRollouts:
         """The worker yields payload, summary, payload, summary, …; both objects are owned by this process."""
         deadline_s = self._config.run.step_timeout_s
         payload = None
-        stream = aiter(self._workers[index].run.options(num_returns="streaming").remote(share))
-        for _ in range(len(share)):
-            try:
-                payload = await answer(anext(stream), "agent worker: next trajectory", deadline_s)
-                ref = await answer(anext(stream), "agent worker: summary", deadline_s)
-            except StopAsyncIteration:  # what ended the stream early lies in its last object
-                if payload is not None:
-                    await answer(payload, "agent worker", READ_S)
-                raise WorkerFailed(f"agent worker {index}: its stream ended early") from None
-            summary: TrajectorySummary = await answer(ref, "agent worker: summary", READ_S)
-            key = f"{summary.task_id}/{summary.sibling}"
-            yield Finished(summary, PayloadRef(key, payload) if summary.num_turns else None)
+        stream = self._workers[index].run.options(num_returns="streaming").remote(share)
+        try:
+            for _ in range(len(share)):
+                try:
+                    payload = await answer(anext(stream), "agent worker: next trajectory", deadline_s)
+                    ref = await answer(anext(stream), "agent worker: summary", deadline_s)
+                except StopAsyncIteration:  # what ended the stream early lies in its last object
+                    if payload is not None:
+                        await answer(payload, "agent worker", READ_S)
+                    raise WorkerFailed(f"agent worker {index}: its stream ended early") from None
+                summary: TrajectorySummary = await answer(ref, "agent worker: summary", READ_S)
+                key = f"{summary.task_id}/{summary.sibling}"
+                yield Finished(summary, PayloadRef(key, payload) if summary.num_turns else None)
+        except BaseException:
+            ray.cancel(stream)  # nobody waits for its other episodes: they would keep engines and places busy
+            raise
 
     async def stats(self) -> dict[str, float]:
         """Sums of the agent workers' counters and this pool's own, since the last call."""
@@ -459,6 +566,13 @@ class RayRollouts:
         await asyncio.gather(*(close_actor(m.handle) for m in self._members.values()))
 
 
+async def _push(into: PushInto, members: Sequence[Member]) -> Mapping[str, str]:
+    """The name of an engine's life is new after a restart, so that the trainer forms its group anew."""
+    lives = {f"{member.name}/{member.num_restarts}": member for member in members}
+    failed = await into({life: member.handle for life, member in lives.items()})
+    return {lives[life].name: reason for life, reason in failed.items()}
+
+
 async def close_actor(handle: ActorHandle) -> None:
     """Let an actor close by itself, then make sure that it is gone."""
     with contextlib.suppress(InfrastructureError):  # it is dead or stuck: the kill below is what counts
@@ -472,7 +586,7 @@ class Fleet:
 
     rollouts: RayRollouts
     rewards: RayRewards
-    search: RaySearch
+    search: RetrievalPool
     payloads: Payloads
     policy: RayPolicy | None
 
@@ -524,15 +638,16 @@ async def open_fleet(
         await rollouts.connect_retrieval(retrieval)
         policy = None
         if with_policy:
-            weights_dir = _weights_dir(folder)
-            stack.callback(shutil.rmtree, weights_dir, ignore_errors=True)
+            one_node = sum(node["Alive"] for node in ray.nodes()) == 1
+            snapshots = weights_dir(config, folder, one_node)
+            stack.callback(shutil.rmtree, snapshots, ignore_errors=True)
             gang = GangHost(actors, startup_s)
             stack.push_async_callback(gang.close)
-            policy = RayPolicy(gang, await gang.start(), config, weights_dir, rollouts.turns)
+            policy = RayPolicy(gang, await gang.start(), config, snapshots, rollouts.turns)
             rollouts.push = policy.push if choose_transport(config) != "pull" else None
         if with_engines and colocated:
             rollouts.start()  # vLLM measures what the ranks have left it, so they must be there first
-        search = RaySearch(retrieval, config.agent.limits.search_s)
+        search = RetrievalPool(retrieval, config.agent.limits.search_s)
         yield Fleet(rollouts, RayRewards(rewards, config.reward.timeout_s), search, Payloads(), policy)
 
 
@@ -565,10 +680,13 @@ class GangHost:
         await self._living.aclose()
 
 
-def _weights_dir(folder: RunFolder) -> Path:
-    """Published snapshots: in memory where there is one node, in the (shared) run folder where there are more."""
-    one_node = sum(node["Alive"] for node in ray.nodes()) == 1
-    root = Path("/dev/shm") / f"mempo-{folder.root.name}" if one_node else folder.root / "weights"
+def weights_dir(config: Config, folder: RunFolder, one_node: bool, memory: Path = MEMORY) -> Path:
+    """Published snapshots: in memory where there is one node and room; else in the (shared) run folder."""
+    shape = read_model_shape(config.policy.model)
+    num_bytes = shape.num_params * (4 if config.policy.dtype == "float32" else 2) if shape is not None else math.inf
+    most = (KEPT_SNAPSHOTS + 1) * num_bytes  # the oldest goes when the next one is complete
+    fits = one_node and memory.is_dir() and shutil.disk_usage(memory).free >= most
+    root = memory / f"mempo-{folder.root.name}" if fits else folder.root / "weights"
     root.mkdir(parents=True, exist_ok=True)
     return root
 

@@ -6,16 +6,18 @@ import pytest
 import ray
 
 from mempo_ray.actors.cluster import connected
-from mempo_ray.actors.fleet import open_fleet
+from mempo_ray.actors.fleet import RayRollouts, open_fleet
+from mempo_ray.agent.group import siblings
 from mempo_ray.config.load import load_file
 from mempo_ray.config.models import model_folder
+from mempo_ray.contracts import TrajectoryBatch
 from mempo_ray.data.tasks import read_tasks
 from mempo_ray.data.world import same_atlas
 from mempo_ray.generation.engine import unproven
 from mempo_ray.observability.run_folder import RunFolder
 from mempo_ray.placement.plan import make_plan
 from mempo_ray.placement.reserve import cluster_shape
-from mempo_ray.session import siblings
+from tests.fakes.trajectories import TASK, trajectory
 
 pytestmark = pytest.mark.slow
 
@@ -61,3 +63,36 @@ def test_every_episode_ends_exactly_once_whoever_dies(config, folder, victim):
         requests, ended, stats = asyncio.run(run_episodes(config, folder, during))
     assert sorted(ended) == sorted((r.task.task_id, r.sibling) for r in requests)
     assert stats["rollout/worker_restarts"] == (victim == "agent worker")
+
+
+@ray.remote(num_cpus=0, max_concurrency=4)
+class HangingWorker:
+    """An agent worker whose first episode ends and whose second one hangs until it is cancelled."""
+
+    def __init__(self):
+        self._cancelled = asyncio.Event()
+
+    async def run(self, requests):
+        try:
+            ended = trajectory()
+            yield TrajectoryBatch.from_trajectories([ended])
+            yield ended.summary()
+            await asyncio.Event().wait()
+        finally:
+            self._cancelled.set()
+
+    async def cancelled(self):
+        await self._cancelled.wait()
+
+
+def test_episodes_that_nobody_waits_for_are_cancelled(config):
+    async def leave_early():
+        worker = HangingWorker.remote()
+        rollouts = RayRollouts(config, make_engine=None, workers=[worker])
+        finished = rollouts.run(siblings(TASK, 2, run_seed=0))
+        assert (await anext(finished)).summary.sibling == 0
+        await finished.aclose()
+        await asyncio.wait_for(worker.cancelled.remote(), 30)
+
+    with connected(config, "fleet-test"):
+        asyncio.run(leave_early())
