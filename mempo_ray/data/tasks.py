@@ -216,6 +216,6 @@ def _golds(answers: Any, answer_key: str, where: str) -> tuple[tuple[str, ...], 
 
 
 def _has_content(alias: str) -> bool:
-    """Whether anything is left after §2's normalisation (lower case, punctuation, articles, white space)."""
+    """Whether anything is left after §2's normalisation. A test holds it against `rewards`, which has all of it."""
     words = alias.lower().translate(str.maketrans("", "", string.punctuation))
     return bool(re.sub(r"\b(a|an|the)\b", " ", words).strip())

@@ -4,10 +4,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mempo_ray.contracts.trajectory import Task
+from mempo_ray.data import tasks
 from mempo_ray.data.tasks import TaskSource, read_tasks
 from mempo_ray.errors import DataError
+from mempo_ray.rewards.scorers.text import normalize_answer
 
 
 def write_jsonl(path, rows):
@@ -81,11 +85,14 @@ def test_a_parquet_file_that_was_cut_says_so(tmp_path):
         read_tasks(str(tmp_path / "t.parquet"))
 
 
-def test_numpy_answers_are_answers(tmp_path):
-    from mempo_ray.data.tasks import _golds
+@given(alias=st.text() | st.from_regex(r"(the|a|an|\.|,| |x|The )*"))
+def test_an_answer_has_content_where_the_scorers_leave_any(alias):
+    assert tasks._has_content(alias) == bool(normalize_answer(alias))
 
+
+def test_numpy_answers_are_answers(tmp_path):
     nested = np.array([np.array(["Ann"]), np.array(["Bob", "Rob"])], dtype=object)
-    assert _golds({"target": nested}, "a", "row 1") == (("Ann",), ("Bob", "Rob"))
+    assert tasks._golds({"target": nested}, "a", "row 1") == (("Ann",), ("Bob", "Rob"))
 
 
 @pytest.mark.parametrize(
