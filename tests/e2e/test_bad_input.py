@@ -10,6 +10,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from mempo_ray.config.models import model_folder
 from retrieval_index.build import build_index
 from retrieval_index.corpus import Document
 from retrieval_index.encoder import make_encoder
+from tests.fakes.driver_run import DriverRun
 
 Case = tuple[list[str], list[str]]
 """Words of the command line, and what the message must name."""
@@ -274,11 +276,17 @@ def test_a_shortage_on_a_running_cluster_names_the_actor_and_comes_within_second
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
-        done, seconds = _drive(["placement.num_cpus=2", f"placement.address={cluster.address}"], tmp_path)
+        with DriverRun(tmp_path / "runs", "placement.num_cpus=2", f"placement.address={cluster.address}") as run:
+            run.wait_for("starting Ray and the actors")  # all that comes after: connect, ask for the shape, plan
+            began = time.monotonic()
+            run.process.wait(60)
+            seconds = time.monotonic() - began
+            code = run.finish()
     finally:
         cluster.shutdown()
-    assert done.returncode == 2, done.stderr
-    assert "policy needs" in done.stderr
-    assert "the cluster has 1 CPUs" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert seconds < 20  # `import ray` and connecting included
+    assert code == 2, run.output
+    assert "policy needs" in run.output
+    assert "the cluster has 1 CPUs" in run.output
+    assert "Traceback" not in run.output
+    assert [process for process in run.left_behind if "ray::IDLE" not in process] == []  # a spare of the cluster's own
+    assert seconds < 10
