@@ -171,7 +171,8 @@ async def test_a_set_is_held_until_it_is_complete_and_cut_in_order_of_ids():
     e = executor(gang, max_wait_s=0.0)
     await e.begin(6)
     calls = [asyncio.create_task(e.logprobs(request(i))) for i in (5, 2, 4, 0, 3)]
-    await asyncio.sleep(0.01)
+    for _ in range(20):  # turns of the loop, many more than an unheld request needs to reach the gang
+        await asyncio.sleep(0)
     assert gang.micro_batches == []
     await all_of(*calls, e.logprobs(request(1)))
     assert gang.micro_batches == [("0", "1", "2", "3"), ("4", "5")]
