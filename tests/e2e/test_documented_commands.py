@@ -23,9 +23,9 @@ BIN = Path(sys.executable).parent
 SHARED = Path(os.environ.get("MEMPO_SHARED", ROOT.parent / "shared"))
 MODELS = Path(os.environ.get("MEMPO_MODELS") or Path.home() / ".cache" / "mempo_ray" / "models")
 
-DRY = {"python -m mempo_ray.driver", "mempo-ray train"}
+DRY = {"python -m mempo_ray.driver", "mempo-ray train", "mempo-ray sft"}
 AS_IT_IS = {"mempo-ray plan", "mempo-ray doctor", "python -m mempo_ray.config.reference"}
-HELP = {"mempo-ray fetch", "mempo-ray sft", "mempo-ray eval", "mempo-ray ask", "mempo-ray index",
+HELP = {"mempo-ray fetch", "mempo-ray eval", "mempo-ray ask", "mempo-ray index",
         "python -m retrieval_index", "python -m mempo_ray.tiny_policy"}  # fmt: skip
 """How a command is exercised, by its first words."""
 
