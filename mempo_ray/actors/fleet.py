@@ -149,6 +149,7 @@ class RayPolicy:
         """A new gang in the place of a lost one; it holds the model folder's weights and stays above `version`."""
         async with self._turns.held_by("policy"):
             self._executor = await self._gang.start(version)
+            self._set_missing = 0
 
     async def train(self, plan: TrainPlan) -> StepReport:
         return await self._command("train", plan)

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def config():
-    return load_file(None, ["rollout.engine=fake", "agent.workers=2", "rollout.replicas=2", "rollout.max_replicas=2"])
+    words = ["rollout.engine=fake", "agent.workers=2", "rollout.replicas=2", "rollout.max_replicas=2"]
+    return load_file(None, [*words, "agent.max_resamples=0"])  # a worker's death is no episode's fault
 
 
 @pytest.fixture
