@@ -21,12 +21,11 @@ from mempo_ray.config.schema import Config
 from mempo_ray.contracts import Passage
 from mempo_ray.data.tasks import TaskSource, read_tasks
 from mempo_ray.data.world import same_atlas
-from mempo_ray.errors import ConfigError
 from mempo_ray.observability.metrics import Fanout, JsonlSink, TrackerSink
-from mempo_ray.observability.mirror import Mirror
+from mempo_ray.observability.mirror import Mirror, find_checkpoint
 from mempo_ray.observability.progress import make_display
 from mempo_ray.observability.resources import MemoryMonitor
-from mempo_ray.observability.run_folder import COMPLETE, RunFolder, newest_checkpoint
+from mempo_ray.observability.run_folder import RunFolder
 from mempo_ray.observability.timing import StageTimer
 from mempo_ray.placement.plan import make_plan
 from mempo_ray.placement.reserve import cluster_shape
@@ -41,7 +40,7 @@ async def open_session(config: Config, *, with_engines: bool = True) -> AsyncGen
     Yields the session and the checkpoint that it should continue from, if any.
     """
     mirror = Mirror.of(config.run.dir)
-    checkpoint = find_checkpoint(config, mirror)
+    checkpoint = find_checkpoint(config.run, mirror)
     folder = open_run_folder(config, mirror, checkpoint)
     folder.write_text("config.yaml", resolved_yaml(config))
     folder.write_versions()
@@ -84,23 +83,6 @@ async def open_session(config: Config, *, with_engines: bool = True) -> AsyncGen
             timer=StageTimer(take_gb=memory.take_gb),
         )
         yield session, checkpoint
-
-
-def find_checkpoint(config: Config, mirror: Mirror | None) -> str | None:
-    """What `run.resume` means, as a path or URI: 'auto' = the newest complete checkpoint of this run's name, if any.
-
-    Raises:
-        ConfigError: a path that is no complete checkpoint. (Of a URI the ranks say so when they load it.)
-    """
-    resume, name = config.run.resume, config.run.name
-    if resume == "auto":
-        found = mirror.newest_checkpoint(name) if mirror else newest_checkpoint(Path(config.run.dir), name)
-        return str(found) if found else None
-    if resume and "://" not in resume and not (Path(resume) / COMPLETE).exists():
-        raise ConfigError(
-            f"run.resume: {resume} is not a complete checkpoint; give a folder checkpoints/step_… of a run, or 'auto'"
-        )
-    return resume or None
 
 
 def open_run_folder(config: Config, mirror: Mirror | None, checkpoint: str | None) -> RunFolder:

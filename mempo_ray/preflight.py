@@ -36,8 +36,7 @@ from mempo_ray.data.oracle import plan_of
 from mempo_ray.data.tasks import read_tasks
 from mempo_ray.data.world import is_synthetic, same_atlas
 from mempo_ray.errors import ConfigError, DataError, MempoError
-from mempo_ray.observability.mirror import Mirror
-from mempo_ray.observability.run_folder import COMPLETE, newest_checkpoint
+from mempo_ray.observability.mirror import Mirror, find_checkpoint
 from mempo_ray.placement.machine import this_machine
 from mempo_ray.placement.plan import ClusterShape, Plan, make_plan, read_cluster_shape
 from mempo_ray.rewards.registry import MANAGERS, SCORERS
@@ -348,17 +347,12 @@ def check_run_folder(config: Config) -> None:
 
 def check_resume(config: Config, model: Path) -> None:
     """The checkpoint to continue from is complete and of this model. URIs are checked when they are loaded."""
-    wanted = config.run.resume
-    if not wanted or "://" in wanted or (wanted == "auto" and "://" in config.run.dir):
+    if "://" in config.run.resume or "://" in config.run.dir:
         return
-    found = newest_checkpoint(Path(config.run.dir), config.run.name) if wanted == "auto" else Path(wanted)
+    found = find_checkpoint(config.run, mirror=None)
     if found is None:
         return
-    if not (found / COMPLETE).is_file():
-        raise ConfigError(
-            f"run.resume: {found} holds no complete checkpoint (no file {COMPLETE}); name another, or ''."
-        )
-    theirs = json.loads((found / "facts.json").read_text(encoding="utf-8"))["architecture"]
+    theirs = json.loads((Path(found) / "facts.json").read_text(encoding="utf-8"))["architecture"]
     ours = json.loads((model / "config.json").read_text(encoding="utf-8"))
     differing = [f"{k} {v}, policy.model has {ours[k]}" for k, v in theirs.items()
                  if v is not None and ours.get(k) is not None and ours[k] != v]  # fmt: skip

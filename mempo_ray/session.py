@@ -31,6 +31,7 @@ from mempo_ray.data.tasks import TaskSource
 from mempo_ray.errors import DeadlineExceeded, GangLost, TrainingError
 from mempo_ray.evaluation.metrics import Evaluated, aggregate, evaluated, paired_interval
 from mempo_ray.evaluation.probes import probe_ratios
+from mempo_ray.evaluation.transcript import transcript
 from mempo_ray.experience import Assembled, Collected, Sample, adapted_kl_coef, assemble, collect, survivors_of
 from mempo_ray.observability.metrics import Fanout
 from mempo_ray.observability.mirror import Mirror
@@ -39,7 +40,6 @@ from mempo_ray.observability.report import draw_learning_curve, summary_table
 from mempo_ray.observability.resources import MemoryMonitor
 from mempo_ray.observability.run_folder import RunFolder
 from mempo_ray.observability.timing import StageTimer
-from mempo_ray.observability.transcript import transcript
 from mempo_ray.trajectory_log import drifted_turns, log_table, read_memories
 
 

@@ -21,8 +21,9 @@ from typing import Self
 import pyarrow as pa
 from pyarrow.fs import FileInfo, FileSelector, FileSystem, FileType, LocalFileSystem, copy_files
 
+from mempo_ray.config.schema import Run
 from mempo_ray.errors import ConfigError, InfrastructureError
-from mempo_ray.observability.run_folder import COMPLETE, is_run_of
+from mempo_ray.observability.run_folder import COMPLETE, is_run_of, newest_checkpoint
 
 NOT_COPIED = ("checkpoints", "index", "weights")
 
@@ -134,3 +135,20 @@ class Mirror:
             yield
         except OSError as error:
             raise InfrastructureError(f"run.dir: {self.uri} cannot be reached: {error}") from error
+
+
+def find_checkpoint(run: Run, mirror: Mirror | None) -> str | None:
+    """What `run.resume` means, as a path or URI: 'auto' = the newest complete checkpoint of this run's name, if any.
+
+    Raises:
+        ConfigError: a path that is no complete checkpoint. (Of a URI the ranks say so when they load it.)
+    """
+    if run.resume == "auto":
+        found = mirror.newest_checkpoint(run.name) if mirror else newest_checkpoint(Path(run.dir), run.name)
+        return str(found) if found else None
+    if run.resume and "://" not in run.resume and not (Path(run.resume) / COMPLETE).is_file():
+        raise ConfigError(
+            f"run.resume: {run.resume} holds no complete checkpoint (no file {COMPLETE}); give a folder "
+            "checkpoints/step_… of a run, 'auto', or ''."
+        )
+    return run.resume or None

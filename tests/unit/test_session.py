@@ -12,8 +12,8 @@ from mempo_ray.contracts import Task
 from mempo_ray.data.oracle import OracleTrajectory
 from mempo_ray.driver import due
 from mempo_ray.errors import ConfigError
-from mempo_ray.launch import find_checkpoint, open_run_folder
-from mempo_ray.observability.mirror import Mirror
+from mempo_ray.launch import open_run_folder
+from mempo_ray.observability.mirror import Mirror, find_checkpoint
 from mempo_ray.observability.run_folder import RunFolder
 
 
@@ -30,36 +30,36 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_nothing_is_resumed_unless_asked_for(tmp_path, checkpoint):
-    assert find_checkpoint(config(tmp_path), None) is None
+    assert find_checkpoint(config(tmp_path).run, None) is None
 
 
 def test_auto_finds_the_newest_checkpoint_and_goes_on_in_its_folder(tmp_path, checkpoint):
     settings = config(tmp_path, "auto")
-    assert find_checkpoint(settings, None) == str(checkpoint)
+    assert find_checkpoint(settings.run, None) == str(checkpoint)
     assert open_run_folder(settings, None, str(checkpoint)).root == checkpoint.parents[1]
 
 
 def test_auto_without_any_checkpoint_is_a_new_run(tmp_path):
     settings = config(tmp_path, "auto")
-    assert find_checkpoint(settings, None) is None
+    assert find_checkpoint(settings.run, None) is None
     assert open_run_folder(settings, None, None).root.parent == tmp_path
 
 
 def test_a_named_checkpoint_is_continued_in_a_new_folder(tmp_path, checkpoint):
     settings = config(tmp_path / "other", str(checkpoint))
-    assert find_checkpoint(settings, None) == str(checkpoint)
+    assert find_checkpoint(settings.run, None) == str(checkpoint)
     assert open_run_folder(settings, None, str(checkpoint)).root.parent == tmp_path / "other"
 
 
 def test_a_named_folder_that_is_no_complete_checkpoint_is_refused(tmp_path, checkpoint):
     (checkpoint / "COMPLETE").unlink()
-    with pytest.raises(ConfigError, match=r"run\.resume: .*step_000003 is not a complete checkpoint"):
-        find_checkpoint(config(tmp_path, str(checkpoint)), None)
+    with pytest.raises(ConfigError, match=r"run\.resume: .*step_000003 holds no complete checkpoint"):
+        find_checkpoint(config(tmp_path, str(checkpoint)).run, None)
 
 
 def test_auto_looks_where_the_run_folder_is_a_uri(tmp_path, checkpoint):
     uri = f"file://{tmp_path}"
-    found = find_checkpoint(config(uri, "auto"), Mirror.of(uri))
+    found = find_checkpoint(config(uri, "auto").run, Mirror.of(uri))
     assert found == f"{uri}/{checkpoint.parents[1].name}/checkpoints/step_000003"
 
 
