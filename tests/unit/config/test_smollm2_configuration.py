@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[3]
 SHARED = Path(os.environ.get("MEMPO_SHARED", ROOT.parent / "shared")).resolve()
 MISSING = [str(p) for p in (SHARED / "data", models_dir() / "smollm2", models_dir() / "minilm") if not p.is_dir()]
 needs_files = pytest.mark.skipif(bool(MISSING), reason=f"not here: {', '.join(MISSING)} (mempo-ray fetch …)")
-MINUTES_OF_COLD_START = 15
-TRAINED_TOKENS_PER_S = 230  # SmolLM2-135M, bfloat16 autocast, two cores (docs/results.md)
+MINUTES_OF_COLD_START = 20
+TRAINED_TOKENS_PER_S = 200  # SmolLM2-135M, bfloat16 autocast, one core (docs/results.md)
 TOKENS_PER_TRAJECTORY = 900  # three to four rows of about 270 tokens
 
 
@@ -32,7 +32,7 @@ def test_names_and_token_arithmetic_hold_with_a_question_of_200_tokens(config):
     check_token_limits(config, initial_tokens=200)
 
 
-def test_the_cold_start_fits_into_a_quarter_of_an_hour(config):
+def test_the_cold_start_leaves_more_than_half_of_the_45_minutes(config):
     tokens = config.cold_start.tasks * config.cold_start.epochs * TOKENS_PER_TRAJECTORY
     assert tokens / TRAINED_TOKENS_PER_S <= 60 * MINUTES_OF_COLD_START
 
