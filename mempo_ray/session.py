@@ -303,7 +303,8 @@ class Session:
         return values["eval/em"]
 
     def _note_best(self, step: int, values: Mapping[str, float]) -> None:
-        if values.get("eval/em", -1.0) > self.progress.best_em:
+        """Of equally good steps the newest is kept."""
+        if "eval/em" in values and values["eval/em"] >= self.progress.best_em:
             self.progress.best_em, self.progress.best_step = values["eval/em"], step
 
     # -- checkpoints ------------------------------------------------------------------------------------
@@ -322,16 +323,21 @@ class Session:
             await self._write_checkpoint(step, extra)
 
     async def _write_checkpoint(self, step: int, extra: Mapping[str, object]) -> None:
-        kept = self.config.run.keep_checkpoints, self.progress.best_step
         run = self.folder.root.name
         uri = self.mirror.checkpoint(run, step) if self.mirror else str(self.folder.checkpoint(step))
         await self.policy.save(uri, extra)
         self.newest_checkpoint = uri
-        if self.mirror is None:
-            self.folder.prune(*kept)
-        else:
-            await asyncio.to_thread(self.mirror.prune, run, *kept)
+        await self._prune()
+        if self.mirror is not None:
             await asyncio.to_thread(self.mirror.push, self.folder.root)
+
+    async def _prune(self) -> None:
+        """Keep the newest checkpoints and the best by EM."""
+        kept = self.config.run.keep_checkpoints, self.progress.best_step
+        if self.mirror is None:
+            await asyncio.to_thread(self.folder.prune, *kept)
+        else:
+            await asyncio.to_thread(self.mirror.prune, self.folder.root.name, *kept)
 
     async def recover(self, lost: GangLost) -> None:
         """Start lost ranks again from the newest checkpoint. The step counter goes back with it, versions never do.
@@ -394,6 +400,7 @@ class Session:
         name = f"step_{self.progress.step:04d}_final"
         results, values = await self.evaluate(name)
         self._note_best(self.progress.step, values)
+        await self._prune()
         summary: dict[str, object] = {"em_final": values["eval/em"], "f1_final": values["eval/f1"]}
         summary |= {
             key.removeprefix("eval/"): values[key] for key in ("eval/total_tokens_mean", "eval/peak_tokens_mean")
