@@ -340,8 +340,19 @@ def rollout_metrics(samples: Sequence[Sample], config: Config) -> dict[str, floa
         "memory/num_dropped": float(sum(len(dropped_turns(s, config.memory_reward)) for s in summaries)),
         "rollout/memory_turn_share": float(np.mean([m > 0 for s in summaries for m in s.memory_tokens_S])),
     }
+    metrics |= _extra_means([s.score.extra for s in samples if isinstance(s.score, Scored)])
     reasons = [s.end_reason.value for s in summaries]
     return metrics | {f"rollout/end_{reason}_share": reasons.count(reason) / len(reasons) for reason in set(reasons)}
+
+
+def _extra_means(extras: Sequence[Mapping[str, object]]) -> dict[str, float]:
+    """`reward/extra/<key>`: the mean of each number or truth value that a scorer reported, over those that have it."""
+    values: dict[str, list[float]] = {}
+    for extra in extras:
+        for key, value in extra.items():
+            if isinstance(value, bool | int | float):
+                values.setdefault(key, []).append(float(value))
+    return {f"reward/extra/{key}": float(np.mean(found)) for key, found in values.items()}
 
 
 def _advantage_metrics(advantages: Sequence[GroupAdvantages], kept: Sequence[int]) -> dict[str, float]:

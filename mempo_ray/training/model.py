@@ -26,7 +26,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 
 from mempo_ray.config.schema import Policy
 from mempo_ray.errors import ConfigError
-from mempo_ray.training.sharding import Gang, shard
+from mempo_ray.training.sharding import Gang, offloads, shard
 
 ATTENTION = "mempo_packed_rows"
 _ARCHITECTURE_KEYS = (
@@ -93,19 +93,19 @@ def load_model(folder: Path, policy: Policy, gang: Gang, *, dtype: torch.dtype, 
     if trainable and policy.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     shard(model, model.model.layers, policy, gang)
-    _assign_weights(model, folder)
+    _assign_weights(model, folder, "cpu" if offloads(policy, gang) else gang.device.type)
     return model
 
 
-def _assign_weights(model: nn.Module, folder: Path) -> None:
-    """Each parameter becomes its shard of the folder's tensor. Tied parameters stay one object."""
+def _assign_weights(model: nn.Module, folder: Path, device: str) -> None:
+    """Each parameter becomes its shard of the folder's tensor, on `device`. Tied parameters stay one object."""
     with ExitStack() as stack:
         read = _tensor_reader(folder, stack)
         for name, meta in list(model.named_parameters()):
             mesh, placements = cast(DTensor, meta).device_mesh, cast(DTensor, meta).placements
             full = read(name, tuple(meta.shape)).to(dtype=meta.dtype, device=mesh.device_type)
             local = distribute_tensor(full, mesh, placements, src_data_rank=None)  # no communication: all have read it
-            loaded = nn.Parameter(local, meta.requires_grad)
+            loaded = nn.Parameter(local.to(device), meta.requires_grad)
             for owner, attribute in _places(model, meta):
                 setattr(owner, attribute, loaded)
 

@@ -59,6 +59,11 @@ class Gang:
         self.max(0)
 
 
+def offloads(policy: Policy, gang: Gang) -> bool:
+    """Whether shards, gradients and optimiser state live in host memory; on CPU there is nothing to offload from."""
+    return policy.cpu_offload and gang.device.type == "cuda"
+
+
 def shard(model: nn.Module, layers: nn.ModuleList, policy: Policy, gang: Gang) -> None:
     """FSDP2 over the gang, in place: each layer is a unit, the rest (embeddings, norm, head) another.
 
@@ -69,6 +74,6 @@ def shard(model: nn.Module, layers: nn.ModuleList, policy: Policy, gang: Gang) -
     precision = MixedPrecisionPolicy()
     if policy.dtype == "bfloat16":
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy() if policy.cpu_offload and gang.device.type == "cuda" else OffloadPolicy()
+    offload = CPUOffloadPolicy() if offloads(policy, gang) else OffloadPolicy()
     for module in (*layers, model):
         fully_shard(module, mesh=gang.mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=True)

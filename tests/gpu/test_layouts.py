@@ -29,3 +29,9 @@ def test_pushed_weights_are_proven_after_every_step(layout: str, num_gpus: int, 
     assert [row["sync/num_engines"] for row in rows] == [1, 1, 1]
     assert all(row["sync/max_gap"] < 1e-2 for row in rows)
     assert len({row["sync/version"] for row in rows}) == 3
+
+
+@pytest.mark.skipif(NUM_GPUS < 1, reason="needs a CUDA device")
+def test_shards_in_host_memory_train_alike(tmp_path: Path):
+    run = drive(tmp_path, *GPU, "placement.layout=colocated", "policy.cpu_offload=true")
+    assert all(row["policy/grad_norm"] > 0 for row in read_metrics(run.folder) if "policy/grad_norm" in row)

@@ -271,3 +271,13 @@ async def test_good_replacements_end_the_resampling():
     assembled = assemble(samples, settings, step=1, version=VERSION, kl_coef=0, filter_round=1)
     assert assembled.num_missing_tasks == 0
     assert {item.summary.task_id for item in assembled.plan.items} == {"q", "s"}
+
+
+async def test_numbers_that_a_scorer_reports_are_averaged_over_those_that_have_them():
+    samples = [
+        judged(("q", 0), Scored(1.0, {"format/mem": True, "num_surplus_parts": 2, "note": "text"})),
+        judged(("q", 1), Scored(0.0, {"format/mem": False})),
+    ]
+    metrics = assemble(samples, config(), step=1, version=VERSION, kl_coef=0).metrics
+    assert (metrics["reward/extra/format/mem"], metrics["reward/extra/num_surplus_parts"]) == (0.5, 2.0)
+    assert "reward/extra/note" not in metrics
