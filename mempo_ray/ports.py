@@ -1,4 +1,4 @@
-"""What the driver and the episode need, as Protocols. Adapters over Ray actors live in `actors/fleet.py`.
+"""What the driver and the episode need, as Protocols. Adapters over Ray actors live in `actors/`.
 
     episode   : Generate, Search, Tokenizer
     driver    : Rollouts, Rewards, LogProbs, Policy, MetricSink

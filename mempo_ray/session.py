@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 import psutil
 
-from mempo_ray.actors.fleet import Fleet, RayPolicy
+from mempo_ray.actors.adapters import RayPolicy
+from mempo_ray.actors.fleet import Fleet
 from mempo_ray.agent.group import siblings
 from mempo_ray.agent.memory import swapped_memories
 from mempo_ray.agent.prompt import Renderer

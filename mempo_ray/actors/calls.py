@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable
 from typing import TypeVar
 
+import ray
+from ray.actor import ActorHandle
 from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
 
 from mempo_ray.errors import DeadlineExceeded, InfrastructureError, MempoError, PayloadLost, WorkerFailed
 
 T = TypeVar("T")
+
+CLOSE_S = 20.0  # for one actor to close by itself before it is killed
 
 DIED = (RayActorError, OutOfMemoryError, WorkerCrashedError)
 """What Ray raises when a process is gone; Ray ends actors itself where a node runs low on memory."""
@@ -50,3 +55,10 @@ def first_line(error: Exception) -> str:
 
 async def _value(ref: Awaitable[T]) -> T:
     return await ref
+
+
+async def close_actor(handle: ActorHandle) -> None:
+    """Let an actor close by itself, then make sure that it is gone."""
+    with contextlib.suppress(InfrastructureError):  # it is dead or stuck: the kill below is what counts
+        await answer(handle.close.remote(), "close", CLOSE_S)
+    ray.kill(handle)

@@ -9,8 +9,8 @@ import pytest
 import ray
 
 from mempo_ray.actors.agent_loop import RemoteAgentLoopWorker
-from mempo_ray.actors.fleet import RayRollouts
 from mempo_ray.actors.rollout import RemoteRolloutActor
+from mempo_ray.actors.rollout_pool import RayRollouts
 from mempo_ray.config.load import load_file
 from mempo_ray.config.models import model_folder
 from mempo_ray.contracts import EpisodeRequest, Task

@@ -6,7 +6,8 @@ import pytest
 import ray
 
 from mempo_ray.actors.cluster import connected
-from mempo_ray.actors.fleet import RayRollouts, open_fleet
+from mempo_ray.actors.fleet import open_fleet
+from mempo_ray.actors.rollout_pool import RayRollouts
 from mempo_ray.agent.group import siblings
 from mempo_ray.config.load import load_file
 from mempo_ray.config.models import model_folder

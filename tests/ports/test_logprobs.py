@@ -35,7 +35,7 @@ def request(task_id: str) -> LogProbRequest:
 
 
 class ExecutorLogProbs:
-    """The executor's methods under the port's names, as `actors.fleet.RayPolicy` has them over Ray."""
+    """The executor's methods under the port's names, as `actors.adapters.RayPolicy` has them over Ray."""
 
     def __init__(self, executor: BatchExecutor) -> None:
         self._executor = executor

@@ -25,7 +25,7 @@ def breaks(trajectory, settings):
 
 
 class WorkerRewards:
-    """The worker under the port's name, as `actors.fleet.RayRewards` has it over Ray: a payload is its own handle."""
+    """The worker under the port's name, as `RayRewards` has it over Ray: a payload is its own handle."""
 
     def __init__(self, worker: RewardManagerWorker) -> None:
         self._worker = worker

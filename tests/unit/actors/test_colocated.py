@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mempo_ray.actors.fleet import RayPolicy, RayRollouts
+from mempo_ray.actors.adapters import RayPolicy
+from mempo_ray.actors.rollout_pool import RayRollouts
 from mempo_ray.config.load import load_file
 from mempo_ray.contracts import PushCommand, WeightManifest, WeightProof
 

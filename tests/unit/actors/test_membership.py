@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from mempo_ray.actors.fleet import RayRollouts
+from mempo_ray.actors.rollout_pool import RayRollouts
 from mempo_ray.config.load import load_file
 from mempo_ray.contracts import WeightManifest, WeightProof
 from mempo_ray.errors import EngineFailed, TrainingError

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mempo_ray.actors.fleet import RayPolicy, RayRewards, TokenRoom, weights_dir
+from mempo_ray.actors.adapters import RayPolicy, RayRewards, TokenRoom
+from mempo_ray.actors.fleet import weights_dir
 from mempo_ray.actors.lease import SideBySide
 from mempo_ray.actors.reward import NUM_THREADS
 from mempo_ray.config.load import load_file
