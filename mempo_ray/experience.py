@@ -324,6 +324,7 @@ def rollout_metrics(samples: Sequence[Sample], config: Config) -> dict[str, floa
     metrics = {
         "rollout/num_trajectories": float(len(samples)),
         "rollout/excluded_share": 1 - len(scored) / max(1, len(samples)),
+        "rollout/payload_bytes": float(sum(s.finished.summary.num_bytes for s in samples)),  # held until the step ends
         "rollout/num_reencoded": float(sum(s.finished.summary.num_reencoded for s in samples)),
     }
     if not scored:

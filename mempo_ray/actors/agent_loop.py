@@ -178,8 +178,9 @@ class AgentLoopWorker:
         try:
             for ended in asyncio.as_completed(episodes):
                 trajectory = await ended
-                yield TrajectoryBatch.from_trajectories([trajectory])
-                yield trajectory.summary()
+                payload = TrajectoryBatch.from_trajectories([trajectory])
+                yield payload
+                yield replace(trajectory.summary(), num_bytes=payload.num_bytes)
         finally:
             for episode in episodes:
                 episode.cancel()

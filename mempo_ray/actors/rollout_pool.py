@@ -357,7 +357,7 @@ class RayRollouts:
                     raise WorkerFailed(f"agent worker {index}: its stream ended early") from None
                 summary: TrajectorySummary = await answer(ref, "agent worker: summary", READ_S)
                 key = f"{summary.task_id}/{summary.sibling}"
-                yield Finished(summary, PayloadRef(key, payload) if summary.num_turns else None)
+                yield Finished(summary, PayloadRef(key, payload, summary.num_bytes) if summary.num_turns else None)
         except BaseException:
             ray.cancel(stream)  # nobody waits for its other episodes: they would keep engines and places busy
             raise

@@ -183,6 +183,7 @@ class TrajectorySummary:
     weight_versions_S: tuple[int, ...]
     probes: tuple[Probe, ...]
     num_reencoded: int = 0
+    num_bytes: int = 0  # of the payload, in the object store
 
     @property
     def num_turns(self) -> int:

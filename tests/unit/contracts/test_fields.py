@@ -38,7 +38,7 @@ FIELDS = {
     "Trajectory": ("task sibling attempt turns end_reason format_report probes answer detail num_reencoded"),
     "TrajectorySummary": (
         "task_id sibling attempt end_reason detail format_valid prompt_tokens_S output_tokens_S "
-        "tool_tokens_S memory_tokens_S weight_versions_S probes num_reencoded"
+        "tool_tokens_S memory_tokens_S weight_versions_S probes num_reencoded num_bytes"
     ),
     "Turn": (
         "prompt_ids output_ids output_logprobs output_mask tool_ids memory_ids spans weight_version seed "
