@@ -14,7 +14,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 import psutil
@@ -344,20 +344,23 @@ class Session:
         """Start lost ranks again from the newest checkpoint. The step counter goes back with it, versions never do.
 
         Raises:
-            GangLost: there is no checkpoint yet, or `policy.max_restarts` are used up.
+            GangLost: `policy.max_restarts` are used up.
         """
+        assert self.newest_checkpoint is not None  # `start` has written or read one
         ceiling = self.config.policy.max_restarts
-        if self.newest_checkpoint is None or self.num_gang_restarts == ceiling:
-            remedy = "lower run.checkpoint_every" if self.newest_checkpoint is None else "go on with run.resume=auto"
-            used = f"{self.num_gang_restarts} of policy.max_restarts={ceiling} restarts are used"
-            raise GangLost(f"{lost}; {used}, newest checkpoint: {self.newest_checkpoint}; {remedy}") from lost
+        if self.num_gang_restarts == ceiling:
+            raise GangLost(
+                f"{lost}; all restarts are used (policy.max_restarts={ceiling}); the newest checkpoint is "
+                f"{self.newest_checkpoint}: go on with run.resume=auto"
+            ) from lost
         self.num_gang_restarts += 1
         self.display.say(f"policy ranks lost ({lost}); going back to {self.newest_checkpoint}")
-        seconds = self.progress.seconds
+        now = self.progress
         with self.timer.stage("recovery"):
             await self.policy.restart(self.version)
             await self._restore(self.newest_checkpoint)
-        self.progress.seconds = seconds  # of earlier processes: this one's clock has not gone back
+        # neither this process's clock nor what was measured before RL has gone back
+        self.progress = replace(self.progress, seconds=now.seconds, cold_start=now.cold_start, probes=now.probes)
 
     async def _restore(self, checkpoint: str) -> None:
         """Bring everything back, prove that the next step is the one that would have come, sync the engines."""

@@ -316,15 +316,17 @@ class RayRollouts:
     async def _next(self, ended: asyncio.Queue[Finished], pumps: Sequence[asyncio.Task]) -> Finished:
         getter = asyncio.ensure_future(ended.get())
         alive = [pump for pump in pumps if not pump.done()]
-        while True:
-            await asyncio.wait({getter, self._failure, *alive}, return_when=asyncio.FIRST_COMPLETED)
-            if getter.done():
-                return getter.result()
-            for waited in (self._failure, *pumps):
-                if waited.done() and waited.exception() is not None:
-                    getter.cancel()
-                    waited.result()
-            alive = [pump for pump in alive if not pump.done()]
+        try:
+            while True:
+                await asyncio.wait({getter, self._failure, *alive}, return_when=asyncio.FIRST_COMPLETED)
+                if getter.done():
+                    return getter.result()
+                for waited in (self._failure, *pumps):
+                    if waited.done() and waited.exception() is not None:
+                        waited.result()
+                alive = [pump for pump in alive if not pump.done()]
+        finally:
+            getter.cancel()
 
     async def _pump(self, index: int, share: list[EpisodeRequest], ended: asyncio.Queue[Finished]) -> None:
         """Stream one worker's trajectories; after its death, run what had not ended again on its next life."""

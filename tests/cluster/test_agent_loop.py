@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -111,7 +112,7 @@ async def test_payloads_are_the_caller_s_and_survive_the_worker(folder, retrieva
         assert summary.end_reason is EndReason.ANSWERED
         assert summary.format_valid
         assert (len(payload), summary.num_turns) == (2, 2)
-        assert payload.trajectories()[0].summary() == summary
+        assert replace(payload.trajectories()[0].summary(), num_bytes=payload.num_bytes) == summary
 
 
 async def test_turns_are_spread_over_the_engines(folder, retrieval):
