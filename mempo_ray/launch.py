@@ -20,7 +20,7 @@ from mempo_ray.config.models import model_folder, read_model_shape
 from mempo_ray.config.schema import Config
 from mempo_ray.contracts import Passage
 from mempo_ray.data.tasks import TaskSource, read_tasks
-from mempo_ray.data.world import same_atlas
+from mempo_ray.data.world import is_synthetic, same_atlas
 from mempo_ray.observability.metrics import Fanout, JsonlSink, TrackerSink
 from mempo_ray.observability.mirror import Mirror, find_checkpoint
 from mempo_ray.observability.progress import make_display
@@ -98,4 +98,6 @@ def open_run_folder(config: Config, mirror: Mirror | None, checkpoint: str | Non
 
 def synthetic_passages(config: Config) -> Iterable[Passage]:
     """Passages of the synthetic worlds, where the configuration searches them."""
-    return same_atlas(config.data.train, config.data.eval).passages() if config.retrieval.corpus == "synthetic" else ()
+    if not is_synthetic(config.retrieval.corpus):
+        return ()
+    return same_atlas(config.data.train, config.data.eval).passages()

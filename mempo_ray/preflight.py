@@ -15,11 +15,10 @@ import importlib.util
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -42,7 +41,7 @@ from mempo_ray.placement.plan import ClusterShape, Plan, make_plan, read_cluster
 from mempo_ray.rewards.registry import MANAGERS, SCORERS
 from retrieval_index import manifest
 from retrieval_index.corpus import read_corpus
-from retrieval_index.encoder import Encoder, make_encoder
+from retrieval_index.encoder import Encoder, make_encoder, make_recorded_encoder
 from retrieval_index.errors import RetrievalIndexError
 
 TRACKERS = {
@@ -283,8 +282,7 @@ def check_retrieval(config: Config) -> None:
     retrieval = config.retrieval
     with _index_errors():
         if retrieval.index:
-            settings = manifest.load(retrieval.index).encoder.settings
-            encoder = make_encoder(retrieval.encoder, **_settings_for(retrieval.encoder, settings))
+            encoder = make_recorded_encoder(manifest.load(retrieval.index).encoder, retrieval.encoder)
             manifest.check(retrieval.index, encoder_fingerprint=encoder.fingerprint, dim=encoder.dim)
             return
         encoder = make_encoder(retrieval.encoder)
@@ -299,11 +297,6 @@ def check_retrieval(config: Config) -> None:
         next(read_corpus(retrieval.corpus), None)
         if retrieval.embeddings:
             _check_embeddings(config, encoder)
-
-
-def _settings_for(encoder: str, recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings in a manifest belong to one kind of encoder; another kind gets its own defaults."""
-    return {k: v for k, v in recorded.items() if (k == "dim") == (encoder == "hash")}
 
 
 def _check_embeddings(config: Config, encoder: Encoder) -> None:

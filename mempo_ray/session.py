@@ -93,15 +93,15 @@ class Session:
         """Continue from a checkpoint, or run the cold start; where RL has not begun yet, the first evaluation."""
         if checkpoint is not None:
             with self.timer.stage("restore"):
-                await self._restore(checkpoint)
+                values = await self._restore(checkpoint)
             if self.progress.step > 0:
                 return
         else:
             await self.cold_start()
             await self.save(0, {})
-        self.display.stage("waiting for the engines")
-        with self.timer.stage("first_sync"):
-            values = await self.sync()
+            self.display.stage("waiting for the engines")
+            with self.timer.stage("first_sync"):
+                values = await self.sync()
         if self.config.eval.probe_ratios:
             self.progress.probes = await self._probe_ratios()
         if self.config.eval.before_train:
@@ -362,8 +362,11 @@ class Session:
         # neither this process's clock nor what was measured before RL has gone back
         self.progress = replace(self.progress, seconds=now.seconds, cold_start=now.cold_start, probes=now.probes)
 
-    async def _restore(self, checkpoint: str) -> None:
-        """Bring everything back, prove that the next step is the one that would have come, sync the engines."""
+    async def _restore(self, checkpoint: str) -> dict[str, float]:
+        """Bring everything back, prove that the next step is the one that would have come, sync the engines.
+
+        Returns the metrics of the sync.
+        """
         self.display.stage(f"restoring {checkpoint}")
         extra = await self.policy.load(checkpoint)
         self.newest_checkpoint = checkpoint
@@ -376,7 +379,7 @@ class Session:
                 "algorithm.group_size must be those of the checkpoint"
             )
         self.folder.rewind(self.progress.step)
-        await self.sync()
+        return await self.sync()
 
     def _next_requests(self) -> list[list]:
         """[task id, sibling, seed] of the next step's episodes, without moving the source."""

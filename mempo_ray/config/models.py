@@ -59,18 +59,11 @@ class ModelShape:
     layers: int
     hidden: int
     intermediate: int
-    kv_heads: int
-    head_dim: int
     vocab: int
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in 16 bits."""
-        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
 
 KNOWN = {
-    "Qwen2.5-7B": ModelShape(7_615_616_512, 28, 3584, 18944, 4, 128, 152064),
+    "Qwen2.5-7B": ModelShape(7_615_616_512, 28, 3584, 18944, 152064),
 }
 """Shapes by the start of a folder's name, so that a run can be planned where its model is not."""
 
@@ -83,14 +76,11 @@ def read_model_shape(name: str) -> ModelShape | None:
         return next((shape for start, shape in KNOWN.items() if folder.name.startswith(start)), None)
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-        heads = int(config["num_attention_heads"])
         return ModelShape(
             num_params=_count_params(folder) or _estimate_params(config),
             layers=int(config["num_hidden_layers"]),
             hidden=int(config["hidden_size"]),
             intermediate=int(config["intermediate_size"]),
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
             vocab=int(config["vocab_size"]),
         )
     except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:

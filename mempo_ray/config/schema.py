@@ -434,10 +434,6 @@ class Config(Section):
         return self
 
     @property
-    def episodes_per_step(self) -> int:
-        return self.data.tasks_per_step * self.algorithm.group_size
-
-    @property
     def streams_scoring(self) -> bool:
         """Whether a trajectory is scored beside generation; on shared GPUs the policy has to wait for its turn."""
         return self.memory_reward.streaming and not self.run.deterministic and self.placement.layout != "colocated"
