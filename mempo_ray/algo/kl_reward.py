@@ -40,6 +40,7 @@ def kl_request(
         temperature=temperature,
         deadline_s=deadline_s,
         priority=priority,
+        affinity=summary.task_id,
     )
 
 

@@ -134,6 +134,7 @@ def build_request(
         model=settings.scorer,
         deadline_s=deadline_s,
         priority=priority,
+        affinity=summary.task_id,
     )
     return MemoryRequest(
         request,

@@ -67,7 +67,8 @@ class LogProbRequest:
     """Log-probs (temperature `temperature`) of the marked tokens of a forest. A parent precedes its children.
 
     `policy_version` None = whatever the scorer holds when it serves; a number must match or the item fails.
-    `model`: live | reference. `deadline_s`: seconds from submission.
+    `model`: live | reference. `deadline_s`: seconds from submission. Requests of one `affinity` begin with the same
+    tokens (siblings of a task): served together, their common prefix is computed once.
     """
 
     id: str
@@ -78,6 +79,7 @@ class LogProbRequest:
     temperature: float = 1.0
     deadline_s: float = 600.0
     priority: int = 0  # lower is served first
+    affinity: str = ""  # "": shares with nobody
 
     def path(self, index: int) -> tuple[int, ...]:
         """Segments from the root to `index`, inclusive."""

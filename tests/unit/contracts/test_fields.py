@@ -15,7 +15,7 @@ FIELDS = {
     "Finished": "summary payload",
     "FreezeReferenceCommand": "",
     "LoadCommand": "uri",
-    "LogProbRequest": "id segments payload policy_version model temperature deadline_s priority",
+    "LogProbRequest": "id segments payload policy_version model temperature deadline_s priority affinity",
     "LogProbResult": "id version logprobs",
     "Passage": "id title text score",
     "PayloadRef": "key handle num_bytes",
