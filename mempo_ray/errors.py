@@ -10,6 +10,7 @@
     │   ├── ToolFailed        a search that failed after its retries
     │   ├── WorkerFailed      a worker died or answered nonsense
     │   │   └── GangLost      the policy's ranks or their executor; a new gang goes on from the newest checkpoint
+    │   ├── CallFailed        a scorer's call in a process of its own; `kind` is that of the `Unscored`
     │   ├── PayloadLost       a payload left the object store before its last reader
     │   └── Overloaded        a bounded queue refused a request
     └── TrainingError         the run itself: drift, unverified sync, too many exclusions (exit code 4)
@@ -70,6 +71,14 @@ class WorkerFailed(InfrastructureError):
 
 class GangLost(WorkerFailed):
     """All policy ranks have been ended, because one died, hung or broke, or their executor died."""
+
+
+class CallFailed(InfrastructureError):
+    """A call in a process of its own gave no result. kind: timeout | scorer_error | infrastructure."""
+
+    def __init__(self, reason: str, kind: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
 
 
 class PayloadLost(InfrastructureError):
