@@ -18,8 +18,8 @@ class Registry(Generic[T]):
 
     A module listed in `plugins` registers its own pieces by the same decorator:
 
-        @ADV_ESTIMATORS.register("mine")
-        def mine(scores_G, settings): ...
+        @SCORERS.register("mine")
+        def mine(trajectory, settings): ...
 
     A built-in that needs torch is registered by path, so that checking a name imports nothing heavy.
     """
@@ -36,16 +36,17 @@ class Registry(Generic[T]):
         """
 
         def add(piece: T) -> T:
-            self._add(name, piece, _place_of(piece))
+            self.add(name, piece, place_of(piece))
             return piece
 
         return add
 
     def register_path(self, name: str, path: str) -> None:
         """Register `module:attribute`, imported at the first `get`."""
-        self._add(name, path, path)
+        self.add(name, path, path)
 
-    def _add(self, name: str, piece: T | str, place: str) -> None:
+    def add(self, name: str, piece: T | str, place: str) -> None:
+        """Register a piece that was made at `place`. Raises ConfigError as `register` does."""
         if name in self._entries and self._entries[name][1] != place:
             raise ConfigError(
                 f"{self.key}: {name!r} is registered twice, at {self._entries[name][1]} and at {place}; rename one"
@@ -77,7 +78,7 @@ class Registry(Generic[T]):
         return getattr(importlib.import_module(module), attribute)
 
 
-def _place_of(piece: Any) -> str:
+def place_of(piece: Any) -> str:
     """`file:line` of a function or class, for messages."""
     try:
         target = inspect.unwrap(piece)

@@ -17,6 +17,7 @@ import ray
 
 from mempo_ray.config.schema import Reward
 from mempo_ray.contracts import Score, TrajectoryBatch, Unscored
+from mempo_ray.rewards.contract import Response, to_score
 from mempo_ray.rewards.registry import load_manager
 
 NUM_THREADS = 8  # scores that run at once: shipped scorers take microseconds, a user's may wait for a network
@@ -42,12 +43,12 @@ class RewardManagerWorker:
 
     async def score(self, batch: TrajectoryBatch) -> Score:
         """The outcome of the one trajectory in `batch`. kind of an Unscored: timeout | scorer_error | data | …"""
-        trajectories = batch.trajectories()
-        if len(trajectories) != 1:
-            return Unscored(f"a payload of {len(trajectories)} trajectories, expected one", "data")
+        response = to_score(batch)
+        if not isinstance(response, Response):
+            return response
         async with self._places:
             loop = asyncio.get_running_loop()
-            scoring = loop.run_in_executor(self._threads, self._manager.score, trajectories[0])
+            scoring = loop.run_in_executor(self._threads, self._manager.score, response)
             try:
                 return await asyncio.wait_for(scoring, self._timeout_s)
             except TimeoutError:

@@ -6,7 +6,7 @@ driver's preflight, not here. Derived numbers are properties. Units stand in the
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -189,13 +189,15 @@ class CustomFunction(Section):
     """Python file that holds the function; '' = none."""
     name: str = "compute_score"
     """Name of the function in it."""
+    kwargs: dict[str, Any] = {}
+    """More keyword arguments of the function."""
 
 
 class Reward(Section):
     manager: str = "naive"
     """Registered reward manager."""
     scorer: str = "auto"
-    """Registered scorer; 'auto' = by the row's data_source, MemPO's where it has none of its own."""
+    """Registered scorer; 'auto' = the one of the row's data_source (MemPO's for rows without one)."""
     multi_objective: Literal["mean", "sum", "all"] = "mean"
     """How several objectives become one score (§2)."""
     custom_function: CustomFunction = CustomFunction()
@@ -256,17 +258,45 @@ class AdaptiveKL(Section):
     """Trajectories over which κ adapts."""
 
 
+class Sapo(Section):
+    """`policy_loss: sapo`."""
+
+    tau_positive: Positive = 1.0
+    """Temperature of the gate where A > 0."""
+    tau_negative: Positive = 1.05
+    """Temperature where A ≤ 0; higher = such tokens fade sooner."""
+
+
+class ClipCov(Section):
+    """`policy_loss: clip_cov`."""
+
+    share: Share = 2e-4
+    """Share of a micro-batch's tokens that gives no gradient (at least one token)."""
+    low: float = 1.0
+    """Smallest covariance of log π and A of such a token."""
+    high: float = 5.0
+    """Largest covariance of such a token."""
+
+
 class Algorithm(Section):
     group_size: Count = 8
     """Siblings per task (G)."""
     adv_estimator: str = "grpo"
-    """Registered advantage estimator."""
+    """Registered advantage estimator: grpo, dr_grpo, rloo, opo, gdpo, reinforce++, gae, or one of a plugin."""
+    gamma: Share = 1.0
+    """Discount from turn to turn (reinforce++, gae)."""
+    gae_lambda: Share = 1.0
+    """λ of gae; the turn is its time step, and there is no critic."""
+    part_weights: dict[str, float] = {}
+    """Weights of the parts of a hybrid reward in gdpo; 1 where a part is not named."""
     singleton: Literal["zero", "raw"] = "zero"
     """Advantage of a group of one."""
     normalize_by_std: bool = True
     """false = Dr. GRPO, together with `aggregation: trajectory_sum_norm`."""
     policy_loss: str = "ppo_clip"
-    """Registered policy loss."""
+    """Registered policy loss: ppo_clip, gspo, cispo, sapo, gpg, clip_cov, or one of a plugin."""
+    sapo: Sapo = Sapo()
+    clip_cov: ClipCov = ClipCov()
     combine: Literal["add", "success_only", "positive_only"] = "add"
     """How outcome and memory advantage become one (§4)."""
     rows: Literal["per_turn", "concatenated"] = "per_turn"

@@ -1,30 +1,144 @@
-"""From a scorer's answer to rewards on tokens; the trainer knows nothing of where a score came from.
+"""From a trajectory to rewards on tokens; the trainer knows nothing of where a score came from.
 
-    scorer ──▶ Scored | Unscored ──▶ rm_scores ──▶ token_level_scores ──(− κ·KL)──▶ token_level_rewards
-                                 └─▶ reward_extra_info
+    payload ──to_score──▶ Response ──scorer──▶ Scored | Unscored ──▶ rm_scores ──▶ token_level_scores
+       └─ holds rm_scores already ────────────────▲     │                               └─(− κ·KL)─▶ token_level_rewards
+                                                        └─▶ reward_extra_info, reward_extra_keys
 
 The columns are named as verl's users know them. They are ragged float32, shaped like `output_ids`: one row a turn.
 An `Unscored` trajectory has no row here: it was excluded before, it is never a zero.
 
-A run uses `as_score`: every manager's answer passes through it. The columns are the contract for reward managers that
-write token-level scores themselves; tests pin it. The driver reads the scalar outcome and does not build them yet.
+`to_score` is the only reader of a payload for scoring, `score_with` the only caller of a scorer, `with_rewards` the
+only writer of the columns (trajectory_log.py).
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import itertools
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
-from mempo_ray.contracts import Batch, Ragged, Score, Scored, TrajectoryBatch, Unscored
+from mempo_ray.config.schema import Reward
+from mempo_ray.contracts import Batch, Ragged, Score, Scored, Trajectory, TrajectoryBatch, Unscored
 from mempo_ray.errors import DataError
 
+# -- what a scorer gets -----------------------------------------------------------------------------------
 
-def as_score(value: object) -> Score:
+
+@dataclass(frozen=True)
+class Response:
+    """One trajectory as a scorer sees it: the policy's own words and the data row. Plain values, cheap to pickle.
+
+    Example:
+        >>> Response("own", (("Paris",),), turns=("<mem>m</mem>", "<answer>Paris</answer>")).solution
+        '<mem>m</mem>\\n<answer>Paris</answer>'
+    """
+
+    data_source: str
+    golds: tuple[tuple[str, ...], ...]  # objectives × aliases
+    turns: tuple[str, ...]  # the policy's own text of each turn; prompt and tool text are never in it
+    answer: str | None = None  # content of the last <answer> of the policy's own tokens, stripped
+    format_report: Mapping[str, bool] = field(default_factory=dict)  # check of §2 → passed
+    extra_info: Mapping[str, Any] = field(default_factory=dict)  # the row's metadata, and RESPONSE_INFO
+    num_tokens: int = 0  # that the policy sampled, over all turns
+    tool_texts: tuple[str, ...] = ()  # by turn; only for a scorer registered with `transcript`
+
+    @property
+    def solution(self) -> str:
+        """The policy's own text of all turns, a line break between turns."""
+        return "\n".join(self.turns)
+
+    @property
+    def format_valid(self) -> bool:
+        return all(self.format_report.values())
+
+
+RESPONSE_INFO = ("task_id", "question", "answer", "format_valid", "num_turns", "end_reason")
+"""Keys that `Response.extra_info` has beside the row's metadata; the first two of them win over it."""
+
+
+class Scorer(Protocol):
+    """The outcome of one response: a number, a dict with 'score' and anything else to report, or a `Score`.
+
+    May raise or answer nonsense: `score_with` makes an `Unscored` of it. May be an `async def`.
+    """
+
+    def __call__(self, response: Response, settings: Reward) -> object: ...
+
+
+def response_of(trajectory: Trajectory, *, transcript: bool = False) -> Response:
+    """The trajectory as scorers see it. `transcript`: with what the tools answered."""
+    task = trajectory.task
+    own = {
+        "task_id": task.task_id,
+        "question": task.question,
+        "answer": trajectory.answer,
+        "format_valid": trajectory.format_valid,
+        "num_turns": len(trajectory.turns),
+        "end_reason": trajectory.end_reason.value,
+    }
+    return Response(
+        data_source=task.data_source,
+        golds=task.golds,
+        turns=tuple(turn.text for turn in trajectory.turns),
+        answer=trajectory.answer,
+        format_report=trajectory.format_report,
+        extra_info={**task.metadata, **own},
+        num_tokens=sum(int(turn.output_mask.sum()) for turn in trajectory.turns),
+        tool_texts=tuple(turn.tool_text for turn in trajectory.turns) if transcript else (),
+    )
+
+
+def to_score(batch: TrajectoryBatch, *, transcript: bool = False) -> Response | Score:
+    """The one trajectory of a payload, or its score where there is nothing left to ask.
+
+    A payload with an `rm_scores` column brings its score; one that is not a single whole episode is `Unscored`.
+    """
+    trajectories = batch.trajectories()
+    if len(trajectories) != 1:
+        return Unscored(f"a payload of {len(trajectories)} trajectories, expected one", "data")
+    (trajectory,) = trajectories
+    if trajectory.end_reason.is_infrastructure:
+        return Unscored(f"the episode ended as {trajectory.end_reason}: {trajectory.detail}", "infrastructure")
+    if "rm_scores" in batch.ragged:
+        total = as_score(float(batch.ragged["rm_scores"].values.sum(dtype=np.float64)))
+        return total if isinstance(total, Scored) else Unscored("rm_scores are not finite", "data")
+    return response_of(trajectory, transcript=transcript)
+
+
+# -- what it answered -------------------------------------------------------------------------------------
+
+
+def score_with(scorer: Scorer, response: Response, settings: Reward) -> Score:
+    """Call a scorer, here and now; whatever it does becomes a value. Not for a thread that runs an event loop."""
+    try:
+        value = scorer(response, settings)
+        if inspect.isawaitable(value):
+            value = asyncio.run(_awaited(value))
+        return as_score(value, num_turns=len(response.turns))
+    except DataError as error:
+        return Unscored(str(error), "data")
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a scorer may raise anything; here it becomes a counted value
+        return Unscored(f"{type(error).__name__}: {error}", "scorer_error")
+
+
+async def _awaited(value: Awaitable[object]) -> object:
+    return await value
+
+
+def as_score(value: object, *, num_turns: int | None = None) -> Score:
     """What a scorer returned, as a value that cannot be mistaken: a finite number is a score, all else is not one.
+
+    A dict's 'score' is the score, its 'process_scores' (one finite number a turn) are those, the rest is `extra`.
+
+    Args:
+        num_turns: how many process scores there must be; None: any number.
 
     Example:
         >>> as_score({"score": 1, "em": True})
@@ -34,19 +148,37 @@ def as_score(value: object) -> Score:
     """
     if isinstance(value, Unscored):
         return value
-    if isinstance(value, Mapping):
-        if "score" not in value:
-            return Unscored(f"dict without 'score': {sorted(map(str, value))}", "scorer_error")
-        number, extra = value["score"], {str(k): v for k, v in value.items() if k != "score"}
-    elif isinstance(value, Scored):
-        number, extra = value.score, value.extra
-    else:
-        number, extra = value, {}
+    if isinstance(value, Scored):
+        value = {**value.extra, "score": value.score, "process_scores": value.process_scores}
+    if not isinstance(value, Mapping):
+        value = {"score": value}
+    if "score" not in value:
+        return Unscored(f"dict without 'score': {sorted(map(str, value))}", "scorer_error")
+    if problem := _problem_of(value["score"]):
+        return Unscored(f"score {problem}", "scorer_error")
+    steps = value.get("process_scores")
+    if steps is not None:
+        steps = list(steps) if isinstance(steps, Iterable) else [steps]
+        if problem := next((f"process score {problem}" for step in steps if (problem := _problem_of(step))), ""):
+            return Unscored(problem, "scorer_error")
+        if num_turns not in (None, len(steps)):
+            return Unscored(f"{len(steps)} process scores for {num_turns} turns", "scorer_error")
+        steps = tuple(float(step) for step in steps)
+    extra = {str(key): _plain(item) for key, item in value.items() if key not in ("score", "process_scores")}
+    return Scored(float(value["score"]), extra, steps)
+
+
+def _problem_of(number: object) -> str:
     if not isinstance(number, numbers.Real | np.bool_):
-        return Unscored(f"score is a {type(number).__name__}, not a number", "scorer_error")
-    if not math.isfinite(number):
-        return Unscored(f"score is {float(number)}", "scorer_error")
-    return Scored(float(number), extra, value.process_scores if isinstance(value, Scored) else None)
+        return f"is a {type(number).__name__}, not a number"
+    return "" if math.isfinite(number) else f"is {float(number)}"
+
+
+def _plain(value: object) -> object:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+# -- where it lands ---------------------------------------------------------------------------------------
 
 
 def last_policy_token(output_mask_ST: Sequence[np.ndarray]) -> tuple[int, int]:
@@ -63,7 +195,7 @@ def last_policy_token(output_mask_ST: Sequence[np.ndarray]) -> tuple[int, int]:
 
 
 def place_scores(batch: TrajectoryBatch, scores: Sequence[Score]) -> Ragged:
-    """rm_scores: each trajectory's score on its last policy token, 0 on every other token.
+    """rm_scores: the score on the trajectory's last policy token, each process score on its turn's, 0 elsewhere.
 
     Args:
         scores: one per trajectory of the batch, in order.
@@ -71,7 +203,8 @@ def place_scores(batch: TrajectoryBatch, scores: Sequence[Score]) -> Ragged:
     Raises:
         DataError: a trajectory is unscored, or the numbers of scores and trajectories differ.
 
-    Example: two turns with output masks [1, 1], [1, 1, 0] and score 0.5 give [0, 0], [0, 0.5, 0].
+    Example: two turns with output masks [1, 1], [1, 1, 0] and score 0.5 give [0, 0], [0, 0.5, 0]; with process scores
+    0.1 and 0.2 as well, [0, 0.1], [0, 0.7, 0].
     """
     mask = batch.ragged["output_mask"]
     starts = [*np.flatnonzero(batch.fixed["turn"] == 0).tolist(), len(batch)]
@@ -81,8 +214,11 @@ def place_scores(batch: TrajectoryBatch, scores: Sequence[Score]) -> Ragged:
     for (start, stop), score in zip(itertools.pairwise(starts), scores, strict=True):
         if isinstance(score, Unscored):
             raise DataError(f"an unscored trajectory has no token-level score ({score.kind}: {score.reason})")
-        turn, token = last_policy_token([mask[row] for row in range(start, stop)])
-        values[mask.offsets[start + turn] + token] = score.score
+        masks = [mask[row] for row in range(start, stop)]
+        parts = [(len(masks), score.score), *enumerate(score.process_scores or (), start=1)]
+        for num_turns, value in parts:  # a turn without policy tokens leaves its score to the turn before
+            turn, token = last_policy_token(masks[:num_turns])
+            values[mask.offsets[start + turn] + token] += value
     return Ragged(values, mask.offsets)
 
 
@@ -103,8 +239,10 @@ def with_rewards(
     return batch.union(Batch(columns))
 
 
-def reward_extra_info(scores: Sequence[Score]) -> dict[str, list]:
-    """Everything the scorers reported: a list per key over all trajectories, None where one did not say."""
-    extras = [score.extra if isinstance(score, Scored) else {} for score in scores]
+def reward_extra_info(extras: Sequence[Mapping[str, object]]) -> dict[str, list]:
+    """Everything that was reported: a list per key over all trajectories, None where one did not say.
+
+    Its keys are the `reward_extra_keys`.
+    """
     keys = dict.fromkeys(key for extra in extras for key in extra)
     return {key: [extra.get(key) for extra in extras] for key in keys}

@@ -7,50 +7,41 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mempo_ray.config.schema import CustomFunction, Reward
-from mempo_ray.contracts import Task, Trajectory
 from mempo_ray.errors import ConfigError
-from mempo_ray.rewards.registry import Scorer
+from mempo_ray.rewards.contract import Response, Scorer
 
 
 def load_custom_scorer(section: CustomFunction) -> Scorer:
-    """The function `compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict` as a scorer.
+    """`compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs)` as a scorer; may be `async def`.
 
     solution_str   the policy's own text of all turns, a line break between turns; tool text is not in it
     ground_truth   str, list of aliases, or list of lists (several objectives): the simplest form that holds all
-    extra_info     the row's metadata, and task_id, question, answer (extracted or None), format_valid, num_turns,
-                   end_reason
+    extra_info     the row's metadata (verl's extra_info), and contract.RESPONSE_INFO
+    kwargs         `reward.custom_function.kwargs`
+    returns        a number, or a dict with 'score', anything else to report, and perhaps 'process_scores'
 
     Raises:
         ConfigError: there is no such file, it does not import, or it has no such function.
     """
     function = _load(section)
 
-    def score(trajectory: Trajectory, settings: Reward) -> object:
-        task = trajectory.task
-        extra_info = {
-            **task.metadata,
-            "task_id": task.task_id,
-            "question": task.question,
-            "answer": trajectory.answer,
-            "format_valid": trajectory.format_valid,
-            "num_turns": len(trajectory.turns),
-            "end_reason": trajectory.end_reason.value,
-        }
+    def score(response: Response, settings: Reward) -> object:
         return function(
-            data_source=task.data_source,
-            solution_str="\n".join(turn.text for turn in trajectory.turns),
-            ground_truth=ground_truth(task),
-            extra_info=extra_info,
+            data_source=response.data_source,
+            solution_str=response.solution,
+            ground_truth=ground_truth(response.golds),
+            extra_info=dict(response.extra_info),
+            **section.kwargs,
         )
 
     return score
 
 
-def ground_truth(task: Task) -> str | list[str] | list[list[str]]:
+def ground_truth(golds: tuple[tuple[str, ...], ...]) -> str | list[str] | list[list[str]]:
     """The gold answers in the simplest of the three shapes of a data row."""
-    if len(task.golds) > 1:
-        return [list(aliases) for aliases in task.golds]
-    (aliases,) = task.golds
+    if len(golds) > 1:
+        return [list(aliases) for aliases in golds]
+    (aliases,) = golds
     return aliases[0] if len(aliases) == 1 else list(aliases)
 
 

@@ -2,27 +2,90 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from mempo_ray.config.schema import Reward
-from mempo_ray.contracts import Score, Trajectory
-from mempo_ray.registry import Registry
+from mempo_ray.contracts import Score
+from mempo_ray.errors import DataError
+from mempo_ray.registry import Registry, place_of
+from mempo_ray.rewards.contract import Response, Scorer
+from mempo_ray.rewards.golds import GoldCheck, answer_golds, any_golds
+
+Isolation = Literal["thread", "process"]
 
 
-class Scorer(Protocol):
-    """The outcome of one trajectory: a number, a dict with 'score' and anything else to report, or a `Score`.
+@dataclass(frozen=True)
+class ScorerEntry:
+    """A registered scorer, and what must be known of it before it is imported."""
 
-    Reads structured fields (`answer`, `format_report`, `turns[t].text`), never prompt or tool text as if the policy
-    had written it. May raise: the manager makes an `Unscored` of it.
+    scorer: Scorer | str  # or "module:attribute", imported by `load`
+    golds: GoldCheck = any_golds  # the gold answers that it takes
+    isolation: Isolation = "thread"  # "process": it needs a main thread (signals), or may never return
+    transcript: bool = False  # it is given `Response.tool_texts`
+
+    def load(self) -> Scorer:
+        if not isinstance(self.scorer, str):
+            return self.scorer
+        module, _, attribute = self.scorer.partition(":")
+        return getattr(importlib.import_module(module), attribute)
+
+
+SCORERS: Registry[ScorerEntry] = Registry("reward.scorer")
+"""By scorer name and by `data_source`: `reward.scorer: auto` looks up the row's data source here."""
+
+
+def register_scorer(
+    *names: str, golds: GoldCheck = any_golds, isolation: Isolation = "thread", transcript: bool = False
+) -> Callable[[Scorer], Scorer]:
+    """Decorator: this function scores the data sources `names`.
+
+    Args:
+        golds: raises DataError for gold answers that the scorer cannot use, returns those that it can.
+        isolation: "process" runs it in a process of its own (`reward.isolation`).
+        transcript: hand it the tools' texts too, by turn.
+
+    Raises:
+        ConfigError: a name is taken; names both places.
+
+    Example:
+        @register_scorer("my-org/task")
+        def score(response: Response, settings: Reward) -> float:
+            return float(response.answer == response.golds[0][0])
     """
 
-    def __call__(self, trajectory: Trajectory, settings: Reward) -> object: ...
+    def add(scorer: Scorer) -> Scorer:
+        entry = ScorerEntry(scorer, golds, isolation, transcript)
+        for name in names:
+            SCORERS.add(name, entry, place_of(scorer))
+        return scorer
+
+    return add
+
+
+def scorer_for(data_source: str, settings: Reward) -> ScorerEntry:
+    """`reward.scorer`, or under 'auto' the scorer of the data source.
+
+    Raises:
+        ConfigError: `reward.scorer` is unknown.
+        DataError: the data source is unknown.
+    """
+    if settings.scorer != "auto":
+        return SCORERS.get(settings.scorer)
+    if data_source not in SCORERS.names:
+        raise DataError(
+            f"data_source {data_source!r} has no scorer; set reward.scorer (mempo, exact_match, …) for all rows, "
+            "or register one by that name (register_scorer, in a module that `plugins` lists)"
+        )
+    return SCORERS.get(data_source)
 
 
 class Manager(Protocol):
     """A plain synchronous class, made as `Manager(settings)`; called from several threads at once."""
 
-    def score(self, trajectory: Trajectory) -> Score:
+    def score(self, response: Response) -> Score:
         """Never raises for what a scorer does; that is an `Unscored`."""
         ...
 
@@ -30,14 +93,6 @@ class Manager(Protocol):
 class ManagerFactory(Protocol):
     def __call__(self, settings: Reward) -> Manager: ...
 
-
-SCORERS: Registry[Scorer] = Registry("reward.scorer")
-"""By scorer name or by `data_source`: `reward.scorer: auto` looks up the row's data source here first."""
-
-SCORERS.register_path("mempo", "mempo_ray.rewards.scorers.mempo:score_mempo")
-SCORERS.register_path("exact_match", "mempo_ray.rewards.scorers.search_qa:score_exact_match")
-SCORERS.register_path("substring_match", "mempo_ray.rewards.scorers.search_qa:score_substring_match")
-SCORERS.register_path("f1", "mempo_ray.rewards.scorers.search_qa:score_f1")
 
 MANAGERS: Registry[ManagerFactory] = Registry("reward.manager")
 MANAGERS.register_path("naive", "mempo_ray.rewards.managers.naive:NaiveManager")
@@ -51,3 +106,19 @@ def load_manager(settings: Reward) -> Manager:
             before anything starts.
     """
     return MANAGERS.get(settings.manager)(settings)
+
+
+def _built_in(
+    path: str, *names: str, golds: GoldCheck = answer_golds, isolation: Isolation = "thread", transcript: bool = False
+) -> None:
+    where = f"mempo_ray.rewards.scorers.{path}"
+    for name in names:
+        SCORERS.add(name, ScorerEntry(where, golds, isolation, transcript), where)
+
+
+_SEARCH_QA = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+
+_built_in("mempo:score_mempo", "mempo", "own", "synthetic")
+_built_in("search_qa:score_exact_match", "exact_match", *_SEARCH_QA, *(f"searchR1_{name}" for name in _SEARCH_QA))
+_built_in("search_qa:score_substring_match", "substring_match")
+_built_in("search_qa:score_f1", "f1")

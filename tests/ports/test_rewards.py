@@ -9,7 +9,7 @@ import pytest
 from mempo_ray.actors.reward import RewardManagerWorker
 from mempo_ray.config.schema import Reward
 from mempo_ray.contracts import PayloadRef, Score, Scored, TrajectoryBatch, Unscored
-from mempo_ray.rewards.registry import SCORERS
+from mempo_ray.rewards.registry import register_scorer
 from tests.fakes.rewards import FakeRewards
 from tests.fakes.trajectories import trajectory
 
@@ -17,11 +17,11 @@ ANSWERS = {"q/0": "right", "q/1": "wrong", "q/2": "broken"}
 """What the trajectory behind each payload answered; its scorer breaks at the last."""
 
 
-@SCORERS.register("test-org/breaks")
-def breaks(trajectory, settings):
-    if trajectory.answer == "broken":
+@register_scorer("test-org/breaks")
+def breaks(response, settings):
+    if response.answer == "broken":
         raise ZeroDivisionError("no such reference")
-    return float(trajectory.answer == "right")
+    return float(response.answer == "right")
 
 
 class WorkerRewards:

@@ -7,9 +7,11 @@ import string
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 ARTICLES = re.compile(r"\b(a|an|the)\b")
+NUMBER = re.compile(r"[-+]?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?|[-+]?\.\d+")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 Match = Callable[[str, Sequence[str]], float]
@@ -30,6 +32,17 @@ def last_answer(text: str) -> str | None:
     """Content of the last complete `<answer>` block, stripped; None without one."""
     found = ANSWER.findall(text)
     return found[-1].strip() if found else None
+
+
+def parse_number(text: str) -> Decimal | None:
+    """A plain decimal number; thousands separators, a currency sign before it and '%' or '.' behind it are ignored.
+
+    Example:
+        >>> parse_number("$1,000.50"), parse_number("two")
+        (Decimal('1000.50'), None)
+    """
+    plain = text.strip().lstrip("$€£").rstrip(".%").strip()
+    return Decimal(plain.replace(",", "")) if NUMBER.fullmatch(plain) else None
 
 
 def exact_match(answer: str, aliases: Sequence[str]) -> float:

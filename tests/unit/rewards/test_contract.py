@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from mempo_ray.contracts import Batch, Ragged, Scored, TrajectoryBatch, Unscored
+from mempo_ray.config.schema import Reward
+from mempo_ray.contracts import Batch, EndReason, Ragged, Scored, TrajectoryBatch, Unscored
 from mempo_ray.errors import DataError
 from mempo_ray.rewards.contract import (
+    RESPONSE_INFO,
     as_score,
     last_policy_token,
     place_scores,
+    response_of,
     reward_extra_info,
+    score_with,
+    to_score,
     token_level_rewards,
     with_rewards,
 )
-from tests.fakes.trajectories import trajectory, turn
+from tests.fakes.trajectories import TASK, trajectory, turn
 
 
 def rows(ragged: Ragged) -> list[list[float]]:
@@ -51,6 +58,19 @@ def test_the_score_lies_on_the_last_policy_token_of_each_trajectory():
     assert rows(scores) == [[0, 0], [0, 0.5, 0], [1.0]]
 
 
+def test_process_scores_lie_on_the_last_policy_token_of_their_turn():
+    batch = TrajectoryBatch.from_trajectories([trajectory(turns=[turn((1, 1)), turn((0, 0)), turn((1, 1, 0))])])
+    scores = place_scores(batch, [Scored(0.5, process_scores=(0.125, 0.25, -1.0))])
+    assert rows(scores) == [[0, 0.375], [0, 0], [0, -0.5, 0]]
+
+
+def test_process_scores_come_in_a_dict_one_a_turn():
+    assert as_score({"score": 1, "process_scores": np.array([0.5, 0])}, num_turns=2).process_scores == (0.5, 0.0)
+    assert "3 process scores for 2 turns" in as_score({"score": 1, "process_scores": [0] * 3}, num_turns=2).reason
+    assert "process score is nan" in as_score({"score": 1, "process_scores": [float("nan")]}).reason
+    assert "process score is a str" in as_score({"score": 1, "process_scores": "ab"}).reason
+
+
 def test_a_last_turn_without_policy_tokens_leaves_the_score_to_the_turn_before():
     assert last_policy_token([np.array([1, 1, 0]), np.array([0, 0])]) == (0, 1)
     with pytest.raises(DataError, match="without a token of the policy"):
@@ -73,6 +93,70 @@ def test_scores_already_in_the_batch_are_used_as_they_are():
     assert rows(out.ragged["token_level_rewards"]) == rows(given)
 
 
+def test_a_payload_that_brings_its_scores_is_not_scored_again():
+    batch = TrajectoryBatch.from_trajectories([trajectory(turns=[turn((1, 1)), turn((1, 1, 0))])])
+    for values, score in (
+        ([0, 0.25, 0, 0.5, 0], Scored(0.75)),
+        ([np.nan] * 5, Unscored("rm_scores are not finite", "data")),
+    ):
+        given = Ragged(np.array(values, np.float32), batch.ragged["output_mask"].offsets)
+        there = TrajectoryBatch({**batch.ragged, "rm_scores": given}, batch.fixed, batch.table)
+        assert to_score(there) == score
+
+
+def test_only_a_single_episode_that_the_policy_ended_is_scored():
+    assert to_score(two_trajectories()).kind == "data"
+    broken = TrajectoryBatch.from_trajectories([trajectory(None, end_reason=EndReason.TOOL_FAILED)])
+    assert to_score(broken).kind == "infrastructure"
+
+
+def test_tool_text_reaches_only_a_scorer_that_asks_for_the_transcript():
+    turns = [turn(text="one", tool_text="<answer>Paris</answer>"), turn(text="two")]
+    batch = TrajectoryBatch.from_trajectories([trajectory(None, turns=turns)])
+    response = to_score(batch)
+    assert (response.solution, response.answer, response.tool_texts) == ("one\ntwo", None, ())
+    assert to_score(batch, transcript=True).tool_texts == ("<answer>Paris</answer>", "")
+
+
+def test_extra_info_is_the_rows_own_and_what_is_known_of_the_response():
+    task = dataclasses.replace(TASK, metadata={"index": 3, "answer": "of the row"})
+    response = response_of(trajectory("Paris", task=task))
+    assert set(response.extra_info) == {"index", *RESPONSE_INFO}
+    assert (response.extra_info["index"], response.extra_info["answer"], response.num_tokens) == (3, "Paris", 2)
+
+
+# -- calling a scorer -------------------------------------------------------------------------------------
+
+
+async def async_half(response, settings):
+    return 0.5
+
+
+def exits(response, settings):
+    raise SystemExit(3)
+
+
+def bad_row(response, settings):
+    raise DataError("no gold")
+
+
+@pytest.mark.parametrize(
+    ("scorer", "score"),
+    [
+        (lambda r, s: {"score": 1, "em": np.float32(0.5)}, Scored(1.0, {"em": 0.5})),
+        (async_half, Scored(0.5)),
+        (exits, Unscored("SystemExit: 3", "scorer_error")),
+        (bad_row, Unscored("no gold", "data")),
+        (lambda r, s: 1 / 0, Unscored("ZeroDivisionError: division by zero", "scorer_error")),
+    ],
+)
+def test_whatever_a_scorer_does_becomes_a_value(scorer, score):
+    assert score_with(scorer, response_of(trajectory()), Reward()) == score
+
+
+# -- tokens -----------------------------------------------------------------------------------------------
+
+
 def test_kl_is_taken_from_every_token_of_the_scores():
     batch = two_trajectories()
     kl = Ragged(np.full(6, 0.1, np.float32), batch.ragged["output_mask"].offsets)
@@ -89,5 +173,9 @@ def test_kl_of_other_rows_is_refused():
 
 
 def test_extra_info_has_every_key_for_every_trajectory():
-    scores = [Scored(1.0, {"em": 1}), Unscored("x", "timeout"), Scored(0.0, {"f1": 0.5})]
-    assert reward_extra_info(scores) == {"em": [1, None, None], "f1": [None, None, 0.5]}
+    extras = [{"em": 1}, {}, {"f1": 0.5, "why": ["a", 2]}]
+    assert reward_extra_info(extras) == {
+        "em": [1, None, None],
+        "f1": [None, None, 0.5],
+        "why": [None, None, ["a", 2]],
+    }

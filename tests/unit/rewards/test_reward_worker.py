@@ -11,15 +11,15 @@ from mempo_ray.actors import reward
 from mempo_ray.actors.reward import RewardManagerWorker
 from mempo_ray.config.schema import Reward
 from mempo_ray.contracts import Scored, TrajectoryBatch, Unscored
-from mempo_ray.rewards.registry import SCORERS
+from mempo_ray.rewards.registry import register_scorer
 from tests.fakes.trajectories import trajectory
 
 release = threading.Event()
 
 
-@SCORERS.register("test-org/hangs")
-def hangs(trajectory, settings):
-    if trajectory.answer == "hang":
+@register_scorer("test-org/hangs")
+def hangs(response, settings):
+    if response.answer == "hang":
         release.wait(20)
     return 1.0
 

@@ -8,9 +8,14 @@ import pytest
 
 from mempo_ray.config.schema import Reward
 from mempo_ray.contracts import Task
+from mempo_ray.rewards.contract import Response, response_of
 from mempo_ray.rewards.registry import SCORERS
 from mempo_ray.rewards.scorers.mempo import score_mempo
 from tests.fakes.trajectories import TASK, trajectory, turn
+
+
+def response(*args, **kwargs) -> Response:
+    return response_of(trajectory(*args, **kwargs))
 
 
 def two_objectives() -> Task:
@@ -18,13 +23,13 @@ def two_objectives() -> Task:
 
 
 def test_mempo_gives_1_for_a_match_after_normalisation_in_the_right_format():
-    scored = score_mempo(trajectory("The PARIS, France."), Reward())
+    scored = score_mempo(response("The PARIS, France."), Reward())
     assert scored.score == 1.0
     assert scored.extra["exact_match"] == (1.0,)
 
 
 def test_mempo_gives_0_for_the_right_answer_in_the_wrong_format_and_does_not_evaluate_it():
-    scored = score_mempo(trajectory("Paris", failed_checks=["mem_paired"]), Reward())
+    scored = score_mempo(response("Paris", failed_checks=["mem_paired"]), Reward())
     assert scored.score == 0.0
     assert "exact_match" not in scored.extra
     assert (scored.extra["format/mem_paired"], scored.extra["format/answer_present"]) == (False, True)
@@ -32,7 +37,7 @@ def test_mempo_gives_0_for_the_right_answer_in_the_wrong_format_and_does_not_eva
 
 def test_mempo_gives_0_where_the_answer_stands_in_tool_text_only():
     searching = turn(text="<mem>m</mem>", tool_text="<answer>Paris</answer>")
-    assert score_mempo(trajectory(None, turns=[searching, turn()]), Reward()).score == 0.0
+    assert score_mempo(response(None, turns=[searching, turn()]), Reward()).score == 0.0
 
 
 @pytest.mark.parametrize(
@@ -46,11 +51,11 @@ def test_mempo_gives_0_where_the_answer_stands_in_tool_text_only():
 )
 def test_mempo_matches_several_objectives_by_position(multi_objective, answer, score):
     settings = Reward(multi_objective=multi_objective)
-    assert score_mempo(trajectory(answer, task=two_objectives()), settings).score == score
+    assert score_mempo(response(answer, task=two_objectives()), settings).score == score
 
 
 def test_mempo_counts_parts_that_nobody_asked_for():
-    assert score_mempo(trajectory("paris; 1889; x", task=two_objectives()), Reward()).extra["num_surplus_parts"] == 1
+    assert score_mempo(response("paris; 1889; x", task=two_objectives()), Reward()).extra["num_surplus_parts"] == 1
 
 
 @pytest.mark.parametrize(
@@ -64,5 +69,5 @@ def test_mempo_counts_parts_that_nobody_asked_for():
     ],
 )
 def test_search_scorers_ask_nothing_of_the_format(name, answer, score):
-    badly_formed = trajectory(answer, failed_checks=["mem_paired"])
-    assert SCORERS.get(name)(badly_formed, Reward()).score == score
+    badly_formed = response(answer, failed_checks=["mem_paired"])
+    assert SCORERS.get(name).load()(badly_formed, Reward()).score == score
