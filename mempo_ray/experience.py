@@ -24,9 +24,9 @@ from mempo_ray.algo.advantage import (
     ScoredTrajectory,
     exclusion_reason,
     filter_groups,
-    group_advantages,
     memory_metrics,
     mini_batches,
+    step_advantages,
 )
 from mempo_ray.algo.kl_reward import kl_request, next_kl_coef, trajectory_kl
 from mempo_ray.algo.memory_reward import MemoryRequest, MemorySample, build_request, dropped_turns, memory_rewards
@@ -70,7 +70,7 @@ class Sample:
         """What the statistics and the update see of it; None: excluded."""
         if self.excluded_because is not None or self.finished.payload is None or not isinstance(self.score, Scored):
             return None
-        return Survivor(self.finished.payload, self.finished.summary, self.score.score, self.memory, self.kl)
+        return Survivor(self.finished.payload, self.finished.summary, self.score, self.memory, self.kl)
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,24 @@ class Survivor:
 
     payload: PayloadRef
     summary: TrajectorySummary
-    outcome: float
+    score: Scored
     memory: tuple[MemorySample, ...]
     kl: float
 
+    @property
+    def outcome(self) -> float:
+        return self.score.score
+
     def as_scored(self, kl_coef: float) -> ScoredTrajectory:
-        penalty = kl_coef * self.kl
         return ScoredTrajectory(
-            self.outcome, self.summary.num_turns, self.summary.format_valid, self.memory, penalty=penalty
+            self.outcome,
+            self.summary.num_turns,
+            self.summary.format_valid,
+            self.memory,
+            penalty=kl_coef * self.kl,
+            num_tokens=self.summary.num_output_tokens,
+            process_S=self.score.process_scores,
+            parts=self.score.parts,
         )
 
 
@@ -231,7 +241,7 @@ class Assembled:
 
     plan: TrainPlan
     metrics: Mapping[str, float]
-    advantages: Mapping[tuple[str, int], tuple[float, tuple[float, ...]]] = field(default_factory=dict)
+    advantages: Mapping[tuple[str, int], tuple[tuple[float, ...], tuple[float, ...]]] = field(default_factory=dict)
     num_missing_tasks: int = 0  # new tasks that the group filter wants in place of dropped ones
 
 
@@ -255,16 +265,15 @@ def assemble(
             )
         groups.setdefault(summary.task_id, []).append(survivor)
     members = list(groups.values())
-    advantages = [
-        group_advantages([s.as_scored(kl_coef) for s in group], config.algorithm, config.memory_reward)
-        for group in members
-    ]
+    advantages = step_advantages(
+        [[s.as_scored(kl_coef) for s in group] for group in members], config.algorithm, config.memory_reward
+    )
     decision = filter_groups(
         advantages, config.algorithm.group_filter, num_wanted=config.data.tasks_per_step, round_=filter_round
     )
     kept = [(members[i], advantages[i]) for i in decision.kept]
     items = [
-        TrainItem(s.payload, s.summary, float(a.outcome_G[i]), a.memory_GS[i])
+        TrainItem(s.payload, s.summary, a.outcome_GS[i], a.memory_GS[i])
         for group, a in kept
         for i, s in enumerate(group)
     ]
@@ -277,7 +286,7 @@ def assemble(
             **memory_metrics(advantages),
         },
         {
-            (item.summary.task_id, item.summary.sibling): (item.outcome_advantage, item.memory_advantage_S)
+            (item.summary.task_id, item.summary.sibling): (item.outcome_advantage_S, item.memory_advantage_S)
             for item in items
         },
         decision.num_resample,

@@ -1,7 +1,7 @@
 """The trajectory log: every token of a step with what was said about it, one Parquet row a turn (X4).
 
 Beside the payload's columns (contracts/trajectory.py) a row has, repeated over its trajectory: `score`,
-`excluded_because`, `outcome_advantage`; and of its own turn: `memory_advantage`, `p_mem`, `p_full`, `memory_reward`,
+`excluded_because`; and of its own turn: `outcome_advantage`, `memory_advantage`, `p_mem`, `p_full`, `memory_reward`,
 `scorer_version`. Null: there is none.
 """
 
@@ -19,21 +19,21 @@ from mempo_ray.config.schema import Agent
 from mempo_ray.contracts import Scored, TrajectoryBatch
 from mempo_ray.experience import Sample
 
-Advantages = Mapping[tuple[str, int], tuple[float, tuple[float, ...]]]
-"""(task id, sibling) → outcome advantage, memory advantage by turn (experience.Assembled.advantages)."""
+Advantages = Mapping[tuple[str, int], tuple[tuple[float, ...], tuple[float, ...]]]
+"""(task id, sibling) → outcome advantage and memory advantage, both by turn (experience.Assembled.advantages)."""
 
 
 def log_table(batch: TrajectoryBatch, sample: Sample, advantages: Advantages) -> pa.Table:
     """The log rows of one trajectory."""
     num_rows = len(batch)
-    outcome, memory_S = advantages.get(sample.key, (None, (None,) * num_rows))
+    outcome_S, memory_S = advantages.get(sample.key, ((None,) * num_rows,) * 2)
     by_turn = {m.turn: m for m in sample.memory}
     memory = [by_turn.get(turn) for turn in range(num_rows)]
     score = sample.score.score if isinstance(sample.score, Scored) else None
     columns = {
         "score": pa.array([score] * num_rows, pa.float64()),
         "excluded_because": pa.array([sample.excluded_because] * num_rows, pa.string()),
-        "outcome_advantage": pa.array([outcome] * num_rows, pa.float64()),
+        "outcome_advantage": pa.array(outcome_S, pa.float64()),
         "memory_advantage": pa.array(memory_S, pa.float64()),
         "p_mem": pa.array([m and m.p_mem for m in memory], pa.float64()),
         "p_full": pa.array([m and m.p_base for m in memory], pa.float64()),

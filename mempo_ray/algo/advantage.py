@@ -1,8 +1,8 @@
-"""Advantages of one task's group (algorithm.md §4), who counts (§1), and the order of optimiser steps (§5).
+"""Advantages of a step (algorithm.md §4), who counts (§1), and the order of optimiser steps (§5).
 
-    survivors of a group ──▶ group_advantages ──▶ one number a trajectory (outcome) + one a turn (memory)
+    survivors of all groups ──▶ step_advantages ──▶ two numbers a turn: outcome (algo/estimators.py) and memory
 
-The rank expands them to tokens: A[k] = outcome + (memory of turn t where k lies inside its <mem> span).
+The rank expands them to tokens: A[k] = outcome of turn t + (memory of turn t where k lies inside its <mem> span).
 Axes: `_G` surviving siblings, `_S` turns, `_T` tokens. Statistics are float64.
 """
 
@@ -15,74 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mempo_ray.algo.estimators import EPS, Groups, ScoredTrajectory
 from mempo_ray.algo.memory_reward import MemorySample
 from mempo_ray.algo.registry import ADV_ESTIMATORS
 from mempo_ray.config.schema import Algorithm, GroupFilter, MemoryReward
 from mempo_ray.contracts import Score, TrajectorySummary, Unscored
-
-EPS = 1e-6
-
-
-# -- outcome ----------------------------------------------------------------------------------------------
-
-
-def outcome_advantages(scores_G: np.ndarray, settings: Algorithm) -> np.ndarray:
-    """A^T of the survivors of one group, by the registered estimator. float64 [G] → [G].
-
-    What no estimator may get wrong by rounding is settled here: all equal → exactly 0; a group of one → 0, or the
-    score itself under `singleton: raw`.
-    """
-    if len(scores_G) == 1 and settings.singleton == "raw":
-        return scores_G.copy()
-    if len(scores_G) < 2 or np.ptp(scores_G) == 0:
-        return np.zeros_like(scores_G)
-    return ADV_ESTIMATORS.get(settings.adv_estimator)(scores_G, settings)
-
-
-def grpo(scores_G: np.ndarray, settings: Algorithm) -> np.ndarray:
-    """(s − mean) / (std + 1e-6), sample deviation (ddof 1) (Shao et al. 2024, §4.1.2). G ≥ 2.
-
-    `normalize_by_std: false` drops the division (Dr. GRPO, Liu et al. 2025).
-    """
-    centred_G = scores_G - scores_G.mean()
-    return centred_G / (scores_G.std(ddof=1) + EPS) if settings.normalize_by_std else centred_G
-
-
-def rloo(scores_G: np.ndarray, settings: Algorithm) -> np.ndarray:
-    """Score minus the mean of the others (Ahmadian et al. 2024, eq. 8). G ≥ 2."""
-    num = len(scores_G)
-    return (scores_G - scores_G.mean()) * (num / (num - 1))
-
-
-def gae(
-    rewards_GT: np.ndarray, values_GT: np.ndarray, mask_GT: np.ndarray, *, gamma: float, lam: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Generalised advantage estimation over policy tokens (Schulman et al. 2016, eq. 16), whitened over the mask.
-
-    Tokens with mask 0 are skipped: the token before them sees the value of the next policy token.
-
-    Args:
-        rewards_GT: float64 [G, T], token-level rewards; `values_GT`, `mask_GT` the same shape.
-
-    Returns:
-        (advantages, returns), float64 [G, T], 0 where the mask is 0. Advantages have mean 0 and unbiased variance 1
-        over the mask (eps 1e-8); returns = raw advantage + value.
-    """
-    advantages_GT = np.zeros_like(values_GT)
-    next_value_G = np.zeros(len(values_GT))
-    next_advantage_G = np.zeros(len(values_GT))
-    for t in reversed(range(values_GT.shape[1])):
-        delta_G = rewards_GT[:, t] + gamma * next_value_G - values_GT[:, t]
-        advantages_GT[:, t] = delta_G + gamma * lam * next_advantage_G
-        is_policy_G = mask_GT[:, t] > 0
-        next_value_G = np.where(is_policy_G, values_GT[:, t], next_value_G)
-        next_advantage_G = np.where(is_policy_G, advantages_GT[:, t], next_advantage_G)
-    is_policy_GT = mask_GT > 0
-    returns_GT = np.where(is_policy_GT, advantages_GT + values_GT, 0.0)
-    kept = advantages_GT[is_policy_GT]
-    scale = np.sqrt(kept.var(ddof=1) + 1e-8) if len(kept) > 1 else 1.0
-    return np.where(is_policy_GT, (advantages_GT - kept.mean()) / scale, 0.0), returns_GT
-
 
 # -- who counts -------------------------------------------------------------------------------------------
 
@@ -104,25 +41,7 @@ def exclusion_reason(summary: TrajectorySummary, score: Score | None) -> str | N
     return None
 
 
-# -- one group --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ScoredTrajectory:
-    """A survivor, as the statistics see it.
-
-    Example: ScoredTrajectory(outcome=1.0, num_turns=3, format_valid=True, samples=(s0, s2)): turn 1 has no memory.
-    """
-
-    outcome: float  # R^T ∈ [0, 1]
-    num_turns: int
-    format_valid: bool
-    samples: tuple[MemorySample, ...] = ()
-    penalty: float = 0.0  # κ · Σ KL under `kl_in_reward`; R^M and the gates do not see it
-
-    @property
-    def score(self) -> float:
-        return self.outcome - self.penalty
+# -- one step ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -137,7 +56,7 @@ class PooledSample:
 class GroupAdvantages:
     """Result for one group, in the order of its survivors."""
 
-    outcome_G: np.ndarray  # float64 [G]
+    outcome_GS: tuple[tuple[float, ...], ...]  # [G][S]
     memory_GS: tuple[tuple[float, ...], ...]  # [G][S], × weight and combined; 0 without a sample
     pooled: tuple[PooledSample, ...]
     num_pools: int
@@ -146,7 +65,7 @@ class GroupAdvantages:
 
     @property
     def is_outcome_flat(self) -> bool:
-        return not self.outcome_G.any()
+        return not any(any(outcome_S) for outcome_S in self.outcome_GS)
 
     @property
     def is_memory_flat(self) -> bool:
@@ -158,15 +77,25 @@ class GroupAdvantages:
         return self.is_outcome_flat and self.is_memory_flat
 
 
-def group_advantages(group: Sequence[ScoredTrajectory], algorithm: Algorithm, memory: MemoryReward) -> GroupAdvantages:
-    """Outcome and memory advantages of the survivors of one task (§4). A group without survivors has none to give.
+def step_advantages(groups: Groups, algorithm: Algorithm, memory: MemoryReward) -> list[GroupAdvantages]:
+    """Outcome and memory advantages of the survivors of all tasks of a step (§4), group by group.
 
-    Worked example: outcomes [1, 0]; R^M [0.2, 0.6] and [−0.1]. outcome_G = [.707106, −.707106]; the pool of three
-    has mean .233333 and std .351188, so memory_GS = ((−.094916, 1.044071), (−.949155,)).
+    Worked example (grpo): one group, outcomes [1, 0]; R^M [0.2, 0.6] and [−0.1]. outcome_GS = ((.707106, .707106),
+    (−.707106,)); the pool of three has mean .233333 and std .351188: memory_GS = ((−.094916, 1.044071), (−.949155,)).
     """
-    scores_G = np.array([trajectory.score for trajectory in group], np.float64)
-    outcome_G = outcome_advantages(scores_G, algorithm)
+    outcomes = ADV_ESTIMATORS.get(algorithm.adv_estimator)(groups, algorithm) if groups else []
+    return [
+        _with_memory(group, tuple(tuple(map(float, a_S)) for a_S in outcome), algorithm, memory)
+        for group, outcome in zip(groups, outcomes, strict=True)
+    ]
 
+
+def _with_memory(
+    group: Sequence[ScoredTrajectory],
+    outcome_GS: tuple[tuple[float, ...], ...],
+    algorithm: Algorithm,
+    memory: MemoryReward,
+) -> GroupAdvantages:
     pools: dict[int, list[tuple[int, MemorySample]]] = {}
     for i, trajectory in enumerate(group):
         if _passes_gate(trajectory, memory):
@@ -184,7 +113,7 @@ def group_advantages(group: Sequence[ScoredTrajectory], algorithm: Algorithm, me
             pooled.append(PooledSample(sample, float(advantage)))
             memory_GS[i][sample.turn] = memory.weight * _combine(float(advantage), group[i], algorithm)
     return GroupAdvantages(
-        outcome_G=outcome_G,
+        outcome_GS=outcome_GS,
         memory_GS=tuple(map(tuple, memory_GS)),
         pooled=tuple(pooled),
         num_pools=len(pools),

@@ -8,11 +8,20 @@ from typing import Any
 from mempo_ray.registry import Registry
 
 ADV_ESTIMATORS: Registry[Callable[..., Any]] = Registry("algorithm.adv_estimator")
-"""(scores_G float64 [G ≥ 2], not all equal; algorithm settings) → float64 [G]: one group of survivors."""
+"""`algo.estimators.Estimator`; a function of one group's scores becomes one by `algo.estimators.per_group`."""
 
 POLICY_LOSSES: Registry[Callable[..., Any]] = Registry("algorithm.policy_loss")
-"""Signature of `algo.policy_loss.surrogate`."""
+"""(`algo.policy_loss.Tokens`, algorithm settings) → `algo.policy_loss.Surrogate`."""
 
-ADV_ESTIMATORS.register_path("grpo", "mempo_ray.algo.advantage:grpo")
-ADV_ESTIMATORS.register_path("rloo", "mempo_ray.algo.advantage:rloo")
-POLICY_LOSSES.register_path("ppo_clip", "mempo_ray.algo.policy_loss:surrogate")
+for _name, _function in {
+    "grpo": "grpo",
+    "dr_grpo": "dr_grpo",
+    "rloo": "rloo",
+    "opo": "opo",
+    "gdpo": "gdpo",
+    "reinforce++": "reinforce_plus_plus",
+    "gae": "gae_by_turn",
+}.items():
+    ADV_ESTIMATORS.register_path(_name, f"mempo_ray.algo.estimators:{_function}")
+for _name in ("ppo_clip", "gspo", "cispo", "sapo", "gpg", "clip_cov"):
+    POLICY_LOSSES.register_path(_name, f"mempo_ray.algo.policy_loss:{_name}")

@@ -22,6 +22,10 @@ import numpy as np
 from mempo_ray.contracts.trajectory import PayloadRef
 
 
+PART = "part/"
+"""Before the names of a hybrid reward's parts in `Scored.extra`, which hold their scores before the weights."""
+
+
 @dataclass(frozen=True)
 class Scored:
     """The score of one trajectory, and anything its scorer wants to report (numbers, texts, booleans)."""
@@ -29,6 +33,12 @@ class Scored:
     score: float
     extra: Mapping[str, object] = field(default_factory=dict)
     process_scores: tuple[float, ...] | None = None  # one per turn
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Parts of a hybrid reward by name; empty for any other."""
+        numbers = {k: v for k, v in self.extra.items() if isinstance(v, bool | int | float)}
+        return {k.removeprefix(PART): float(v) for k, v in numbers.items() if k.startswith(PART)}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What the driver tells the policy to train on, and what comes back.
 
-Advantages travel by value (a number per trajectory and one per turn); token ids stay in the payloads.
-The rank expands them: A[k] = outcome + (memory of turn t if k lies in its <mem> span), algorithm.md §4.
+Advantages travel by value (two numbers per turn); token ids stay in the payloads.
+The rank expands them: A[k] = outcome of turn t + (memory of turn t if k lies in its <mem> span), algorithm.md §4.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class TrainItem:
 
     payload: PayloadRef
     summary: TrajectorySummary
-    outcome_advantage: float
+    outcome_advantage_S: tuple[float, ...]  # equal in all turns, unless the estimator knows turns
     memory_advantage_S: tuple[float, ...]  # already × weight and combined; 0 where there is no sample
 
 

@@ -138,7 +138,7 @@ _TurnRow = tuple[Row, np.ndarray, np.ndarray]  # row, advantages_K, sampler_logp
 def _turn_row(item: TrainItem, payload: TrajectoryBatch, turn: int, temperature: float) -> _TurnRow:
     prompt, output = payload.ragged["prompt_ids"][turn], payload.ragged["output_ids"][turn]
     chosen = np.flatnonzero(payload.ragged["output_mask"][turn])
-    advantages = np.full(len(output), item.outcome_advantage, np.float32)
+    advantages = np.full(len(output), item.outcome_advantage_S[turn], np.float32)
     start, stop = payload.fixed["mem_span"][turn]
     if start >= 0:
         advantages[start:stop] += np.float32(item.memory_advantage_S[turn])

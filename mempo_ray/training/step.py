@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from mempo_ray.algo.correction import correction_weight
 from mempo_ray.algo.kl import kl_estimate
-from mempo_ray.algo.policy_loss import Surrogate, entropy, token_weights
+from mempo_ray.algo.policy_loss import Surrogate, Tokens, entropy, token_weights
 from mempo_ray.algo.registry import POLICY_LOSSES
 from mempo_ray.config.schema import Policy
 from mempo_ray.training.logprobs import MicroBatch, gather_logprobs, micro_batches, row_logprobs, target_logits
@@ -173,9 +173,9 @@ class PolicyUpdate:
         old = logp.detach() if old_logprobs is None else torch.cat(old_logprobs).to(device)
         sampler = torch.from_numpy(np.concatenate([r.sampler_logprobs_K for r in rows])).to(device)
         advantages = torch.from_numpy(np.concatenate([r.advantages_K for r in rows])).to(device)
-        part = self.policy_loss(
-            logp, old, advantages, clip_low=a.clip_low, clip_high=a.clip_high, dual_clip=a.dual_clip
-        )
+        lengths = [len(r.row.targets_K) for r in rows]
+        row_of = torch.from_numpy(np.repeat(np.arange(len(rows)), lengths)).to(device)
+        part = self.policy_loss(Tokens(logp, old, advantages, row_of), a)
         token_loss = part.loss
         if a.sampler_correction:
             token_loss = token_loss * correction_weight(old, sampler, cap=a.correction_cap)
@@ -186,7 +186,7 @@ class PolicyUpdate:
             entropies = entropy(logits)
         token_loss = token_loss - a.entropy_bonus * entropies
 
-        owners = np.repeat([r.trajectory_tokens for r in rows], [len(r.row.targets_K) for r in rows])
+        owners = np.repeat([r.trajectory_tokens for r in rows], lengths)
         weights = token_weights(
             torch.ones_like(logp),
             torch.from_numpy(owners).to(device),

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mempo_ray.algo.advantage import ScoredTrajectory, group_advantages
+from mempo_ray.algo.advantage import ScoredTrajectory, step_advantages
 from mempo_ray.algo.memory_reward import MemorySample
 from mempo_ray.config.schema import Algorithm, MemoryReward
 from tests.fakes.driver_run import SMALL, DriverRun, drive, read_rows, step_metrics
@@ -186,9 +186,9 @@ def test_logged_advantages_are_those_of_the_project_s_own_functions(rows, step):
             )
             for turns in members
         ]
-        expected = group_advantages(scored, Algorithm(), MemoryReward())
+        [expected] = step_advantages([scored], Algorithm(), MemoryReward())
         for g, turns in enumerate(members):
-            assert [r["outcome_advantage"] for r in turns] == [expected.outcome_G[g]] * len(turns)
+            assert tuple(r["outcome_advantage"] for r in turns) == expected.outcome_GS[g]
             assert tuple(r["memory_advantage"] for r in turns) == expected.memory_GS[g]
 
 

@@ -98,7 +98,9 @@ def trajectory(seed: int, num_turns: int = 2, *, mask_last: bool = False) -> Tra
 def item(payload: TrajectoryBatch, outcome: float, memory: Sequence[float] | None = None) -> TrainItem:
     summary = payload.trajectories()[0].summary()
     ref = PayloadRef(f"{summary.task_id}/{summary.sibling}", handle=None, num_bytes=payload.num_bytes)
-    return TrainItem(ref, summary, outcome, tuple(memory if memory is not None else [0.5] * len(payload)))
+    return TrainItem(
+        ref, summary, (outcome,) * len(payload), tuple(memory if memory is not None else [0.5] * len(payload))
+    )
 
 
 def train_command(

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from mempo_ray.algo.advantage import gae, outcome_advantages
+from mempo_ray.algo.estimators import ScoredTrajectory, gae
 from mempo_ray.algo.kl import kl_estimate
 from mempo_ray.algo.policy_loss import surrogate, token_weights
+from mempo_ray.algo.registry import ADV_ESTIMATORS
 from mempo_ray.config.schema import Algorithm
 from mempo_ray.rewards.scorers.overlong import overlong_penalty
 from mempo_ray.rewards.scorers.text import last_answer, score_objectives, substring_match
@@ -41,10 +42,13 @@ def near(expected) -> object:
 
 def by_group(case: dict, settings: Algorithm) -> np.ndarray:
     scores = np.array(case["scores"], np.float32).astype(np.float64)
-    groups = np.array(case["groups"])
+    names = list(dict.fromkeys(case["groups"]))
+    members = [[i for i, group in enumerate(case["groups"]) if group == name] for name in names]
+    groups = [[ScoredTrajectory(scores[i], 1, True) for i in indices] for indices in members]
+    found = ADV_ESTIMATORS.get(settings.adv_estimator)(groups, settings)
     advantages = np.zeros(len(scores))
-    for group in set(case["groups"]):
-        advantages[groups == group] = outcome_advantages(scores[groups == group], settings)
+    for indices, group in zip(members, found, strict=True):
+        advantages[indices] = np.concatenate(group)
     return advantages
 
 

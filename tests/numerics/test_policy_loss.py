@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from mempo_ray.algo.correction import correction_weight
 from mempo_ray.algo.kl import kl_estimate
-from mempo_ray.algo.policy_loss import entropy, surrogate, token_weights
+from mempo_ray.algo.policy_loss import Tokens, entropy, surrogate, token_weights
+from mempo_ray.algo.registry import POLICY_LOSSES
+from mempo_ray.config.schema import Algorithm
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0}
 
@@ -48,6 +50,79 @@ def test_each_branch_of_the_clip(ratio, advantage, loss, clipped, dual):
 def test_an_extreme_ratio_stays_finite():
     found = surrogate(torch.tensor([500.0]), torch.tensor([-500.0]), torch.tensor([1.0]), **CLIP)
     assert torch.isfinite(found.loss).all()
+
+
+# -- the other losses -------------------------------------------------------------------------------------
+
+LOSSES = ("cispo", "clip_cov", "gpg", "gspo", "ppo_clip", "sapo")
+
+
+def tokens(log_ratio, advantages, rows, logp=-1.0) -> Tokens:
+    """float64; `logp` is the policy's log-prob of every token, or one of each."""
+    new = (torch.zeros(len(rows), dtype=torch.float64) + torch.tensor(logp)).requires_grad_()
+    old = new.detach() - torch.tensor(log_ratio, dtype=torch.float64)
+    return Tokens(new, old, torch.tensor(advantages, dtype=torch.float64), torch.tensor(rows))
+
+
+def gradient_of(name: str, given: Tokens, **settings) -> list[float]:
+    found = POLICY_LOSSES.get(name)(given, Algorithm(policy_loss=name, **settings))
+    return torch.autograd.grad(found.loss.sum(), given.logp)[0].tolist()
+
+
+def test_every_shipped_loss_is_tested_here():
+    assert set(POLICY_LOSSES.names) == set(LOSSES)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_starts_as_the_plain_policy_gradient(name):
+    """Old = new: the gradient is −A. The covariances here are below `clip_cov.low`."""
+    given = tokens([0.0] * 3, [0.5, -2.0, 0.5], [0, 0, 1])
+    assert gradient_of(name, given) == pytest.approx([-0.5, 2.0, -0.5])
+
+
+def test_gspo_clips_a_turn_as_a_whole():
+    """Turn 0 has mean log ratio 0.05: outside 1.04, so both of its tokens are held, even the one that moved back."""
+    given = tokens([0.2, -0.1, 0.01], [1.0, 1.0, 1.0], [0, 0, 1])
+    assert gradient_of("gspo", given, clip_low=0.04, clip_high=0.04) == pytest.approx([0, 0, -math.exp(0.01)])
+    assert gradient_of("gspo", given, clip_low=0.2, clip_high=0.2)[:2] == pytest.approx([-math.exp(0.05)] * 2)
+
+
+def test_cispo_keeps_the_gradient_of_a_clipped_token():
+    given = tokens([math.log(1.5), math.log(0.5)], [1.0, -1.0], [0, 0])
+    assert gradient_of("cispo", given, clip_low=0.2, clip_high=0.3) == pytest.approx([-1.3, 0.8])
+    assert gradient_of("ppo_clip", given, clip_low=0.2, clip_high=0.3) == [0, 0]
+
+
+def test_sapo_fades_where_ppo_cuts():
+    """d/dr of 4/τ σ(τ(r−1)) is 4 σ(1−σ): at r = 3, τ = 1, 0.42 of the gradient is left, at r = 1 all."""
+    [gradient] = gradient_of("sapo", tokens([math.log(3)], [1.0], [0]))
+    sigma = 1 / (1 + math.exp(-2.0))
+    assert gradient == pytest.approx(-3 * 4 * sigma * (1 - sigma))
+    [steep] = gradient_of("sapo", tokens([math.log(3)], [-1.0], [0]), sapo={"tau_negative": 2.0})
+    assert steep < -gradient
+
+
+def test_gpg_ignores_the_ratio():
+    assert gradient_of("gpg", tokens([3.0, -3.0], [1.0, -0.5], [0, 0])) == [-1.0, 0.5]
+
+
+def test_clip_cov_silences_the_token_of_the_largest_covariance():
+    """Covariances 2.5·1.5 = 3.75, then 0.25 and below; the bounds are 1 and 5."""
+    given = tokens([0.0] * 4, [2.0, 0.0, 0.0, 0.0], [0] * 4, logp=[0.0, -3.0, -3.5, -3.5])
+    assert gradient_of("clip_cov", given) == [0, 0, 0, 0]
+    assert gradient_of("clip_cov", given, clip_cov={"low": 4.0}) == [-2.0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_extreme_ratios_stay_finite(name):
+    assert all(map(math.isfinite, gradient_of(name, tokens([500.0, -500.0], [1.0, -1.0], [0, 1]))))
+
+
+@pytest.mark.parametrize("name", sorted({*LOSSES} - {"clip_cov"}))
+def test_a_loss_is_the_same_whichever_rows_are_packed_together(name):
+    whole = tokens([0.3, -0.2, 0.1, -0.4], [1.0, 1.0, -1.0, -1.0], [0, 0, 1, 1])
+    halves = [tokens([0.3, -0.2], [1.0, 1.0], [0, 0]), tokens([0.1, -0.4], [-1.0, -1.0], [0, 0])]
+    assert gradient_of(name, whole) == pytest.approx([g for half in halves for g in gradient_of(name, half)], abs=1e-12)
 
 
 # -- aggregation ------------------------------------------------------------------------------------------

@@ -162,12 +162,12 @@ async def test_the_worked_example_of_the_algorithm():
     assembled = assemble(await sampled(), config(), step=1, version=VERSION, kl_coef=0)
 
     (first, second) = assembled.plan.items
-    assert (first.outcome_advantage, second.outcome_advantage) == pytest.approx((0.707106, -0.707106), abs=1e-6)
+    assert (first.outcome_advantage_S[0], second.outcome_advantage_S[0]) == pytest.approx((0.707106, -0.707106), abs=1e-6)
     assert first.memory_advantage_S == pytest.approx((-0.094916, 1.044071), abs=1e-6)
     assert second.memory_advantage_S == pytest.approx((-0.949155,), abs=1e-6)
     assert assembled.plan.mini_batches == ((0, 1),)
     assert assembled.plan.policy_version == VERSION
-    assert assembled.advantages["q", 1] == (second.outcome_advantage, second.memory_advantage_S)
+    assert assembled.advantages["q", 1] == (second.outcome_advantage_S, second.memory_advantage_S)
 
 
 def judged(key: Key, score: Score | float | None, **kwargs) -> Sample:
@@ -180,7 +180,7 @@ async def test_an_unscored_trajectory_leaves_the_group_s_statistics():
     plan = assemble(samples, settings, step=1, version=VERSION, kl_coef=0).plan
 
     assert [item.summary.sibling for item in plan.items] == [0, 1]
-    assert [item.outcome_advantage for item in plan.items] == pytest.approx([0.707106, -0.707106], abs=1e-6)
+    assert [item.outcome_advantage_S[0] for item in plan.items] == pytest.approx([0.707106, -0.707106], abs=1e-6)
 
 
 async def test_too_many_excluded_end_the_run_with_the_reasons_counted():
@@ -204,7 +204,7 @@ async def test_a_non_finite_score_is_excluded_not_spread_over_the_group():
     samples = [judged(("q", g), score) for g, score in enumerate((1.0, 0.0, math.nan))]
     settings = config(run={"max_excluded_share": 0.5})
     assembled = assemble(samples, settings, step=1, version=VERSION, kl_coef=0)
-    assert [item.outcome_advantage for item in assembled.plan.items] == pytest.approx([0.707106, -0.707106], abs=1e-6)
+    assert [item.outcome_advantage_S[0] for item in assembled.plan.items] == pytest.approx([0.707106, -0.707106], abs=1e-6)
 
 
 async def test_flat_groups_are_sampled_again_until_the_last_round_and_then_dropped():
@@ -243,7 +243,7 @@ async def test_the_kl_penalty_moves_the_outcome_and_not_the_memory():
         assemble(samples, settings, step=1, version=VERSION, kl_coef=coef).plan.items for coef in (0.0, 0.01)
     )
     # scores 1 − .01·10 and 0 − .01·5, centred
-    assert [item.outcome_advantage for item in penalised] == pytest.approx([0.475, -0.475])
+    assert [item.outcome_advantage_S[0] for item in penalised] == pytest.approx([0.475, -0.475])
     assert [item.memory_advantage_S for item in penalised] == [item.memory_advantage_S for item in plain]
 
 

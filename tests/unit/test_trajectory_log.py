@@ -60,13 +60,13 @@ def test_each_turn_with_another_prompt_than_its_history_gives_is_counted(rendere
 def test_a_row_has_its_turn_s_memory_numbers_and_its_trajectory_s_score(renderer):
     episode = sampled(renderer)
     memory = (MemorySample(1, reward=0.2, p_mem=0.5, p_base=0.3, weight_version=4, scorer_version=4),)
-    advantages = {("q1", 0): (0.7, (0.0, 1.5, 0.0))}
+    advantages = {("q1", 0): ((0.7, 0.7, 0.6), (0.0, 1.5, 0.0))}
     rows = log_table(
         TrajectoryBatch.from_trajectories([episode]), sample(episode, memory=memory), advantages
     ).to_pylist()
 
     assert [row["score"] for row in rows] == [0.5] * 3
-    assert [row["outcome_advantage"] for row in rows] == [0.7] * 3
+    assert [row["outcome_advantage"] for row in rows] == [0.7, 0.7, 0.6]
     assert [row["memory_advantage"] for row in rows] == [0.0, 1.5, 0.0]
     assert [row["p_mem"] for row in rows] == [None, 0.5, None]
     assert [row["p_full"] for row in rows] == [None, 0.3, None]

@@ -1,5 +1,6 @@
 """Advantages of a group: the worked example, every switch, and properties that no input may break."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -8,19 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mempo_ray.algo.advantage import (
+    GroupAdvantages,
     ScoredTrajectory,
     exclusion_reason,
     filter_groups,
-    gae,
-    group_advantages,
     memory_metrics,
     mini_batches,
-    outcome_advantages,
+    step_advantages,
 )
 from mempo_ray.algo.memory_reward import MemorySample
 from mempo_ray.config.schema import Algorithm, GroupFilter, MemoryReward
 from mempo_ray.contracts import EndReason, Scored, TrajectorySummary, Unscored
-from mempo_ray.errors import ConfigError
 
 GRPO, MEMORY = Algorithm(), MemoryReward()
 
@@ -35,58 +34,30 @@ def trajectory(outcome: float, *rewards: float | None, format_valid: bool = True
     return ScoredTrajectory(outcome, len(rewards), format_valid, samples)
 
 
+def group_advantages(group: Sequence[ScoredTrajectory], algorithm: Algorithm, memory: MemoryReward) -> GroupAdvantages:
+    """Of a step with one group."""
+    return step_advantages([group], algorithm, memory)[0]
+
+
 EXAMPLE = (trajectory(1, 0.2, 0.6), trajectory(0, -0.1))
 
 
 def test_worked_example_of_section_4():
     result = group_advantages(EXAMPLE, GRPO, MEMORY)
-    assert result.outcome_G == pytest.approx([0.707106, -0.707106], abs=1e-6)
+    assert result.outcome_GS[0] == pytest.approx([0.707106] * 2, abs=1e-6)
+    assert result.outcome_GS[1] == pytest.approx([-0.707106], abs=1e-6)
     assert result.memory_GS[0] == pytest.approx([-0.094916, 1.044071], abs=1e-6)
     assert result.memory_GS[1] == pytest.approx([-0.949155], abs=1e-6)
-    assert result.outcome_G[0] + result.memory_GS[0][1] == pytest.approx(1.751177, abs=1e-6)
-    assert result.outcome_G[1] + result.memory_GS[1][0] == pytest.approx(-1.656261, abs=1e-6)
-
-
-# -- outcome ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
-@pytest.mark.parametrize("score", [0.1, 1 / 3, 1.0])
-def test_equal_scores_give_exactly_zero(estimator, score):
-    settings = Algorithm(adv_estimator=estimator)
-    assert outcome_advantages(np.full(7, score), settings).tolist() == [0.0] * 7
-
-
-def test_a_group_of_one_gives_zero_or_its_own_score():
-    scores = np.array([0.7])
-    assert outcome_advantages(scores, GRPO).tolist() == [0.0]
-    assert outcome_advantages(scores, Algorithm(singleton="raw")).tolist() == [0.7]
-
-
-def test_without_std_the_advantage_is_the_centred_score():
-    assert outcome_advantages(np.array([1.0, 0.0]), Algorithm(normalize_by_std=False)).tolist() == [0.5, -0.5]
-
-
-def test_an_unknown_estimator_lists_the_known_ones():
-    with pytest.raises(ConfigError, match=r"algorithm.adv_estimator: unknown name 'gpro'; known: grpo, rloo; .*'grpo'"):
-        outcome_advantages(np.array([1.0, 0.0]), Algorithm(adv_estimator="gpro"))
+    assert result.outcome_GS[0][1] + result.memory_GS[0][1] == pytest.approx(1.751177, abs=1e-6)
+    assert result.outcome_GS[1][0] + result.memory_GS[1][0] == pytest.approx(-1.656261, abs=1e-6)
 
 
 def test_kl_penalty_moves_the_score_but_neither_gate_nor_memory():
     group = (replace(EXAMPLE[0], penalty=1.5), EXAMPLE[1])
     settings = MemoryReward(gate="success_only")
     result = group_advantages(group, GRPO, settings)
-    assert result.outcome_G[0] < 0 < result.outcome_G[1]
+    assert result.outcome_GS[0][0] < 0 < result.outcome_GS[1][0]
     assert result.memory_GS == group_advantages(EXAMPLE, GRPO, settings).memory_GS != ((0.0, 0.0), (0.0,))
-
-
-def test_gae_skips_masked_tokens():
-    rewards, values = np.array([[0.0, 9.0, 1.0]]), np.array([[0.1, 5.0, 0.2]])
-    dense = gae(rewards[:, [0, 2]], values[:, [0, 2]], np.ones((1, 2)), gamma=0.9, lam=0.8)
-    masked = gae(rewards, values, np.array([[1, 0, 1]]), gamma=0.9, lam=0.8)
-    for a, b in zip(masked, dense, strict=True):
-        assert a[:, [0, 2]] == pytest.approx(b)
-        assert a[0, 1] == 0
 
 
 # -- memory -----------------------------------------------------------------------------------------------
@@ -172,9 +143,9 @@ def test_order_of_siblings_does_not_matter(group, algorithm, memory, random):
     random.shuffle(order)
     straight = group_advantages(group, algorithm, memory)
     shuffled = group_advantages([group[i] for i in order], algorithm, memory)
-    assert shuffled.outcome_G == pytest.approx(straight.outcome_G[order], abs=1e-6)
     assert shuffled.num_flat_pools == straight.num_flat_pools
     for i, origin in enumerate(order):
+        assert shuffled.outcome_GS[i] == pytest.approx(straight.outcome_GS[origin], abs=1e-6)
         assert shuffled.memory_GS[i] == pytest.approx(straight.memory_GS[origin], abs=1e-6)
 
 
@@ -225,13 +196,11 @@ def test_a_reward_on_a_row_with_an_empty_mask_does_not_touch_its_sibling():
     """verl gives the sibling −0.7071 (facts.md, known faults)."""
     scored = [(summary(), Scored(0.0)), (summary(output_tokens=(0,)), Scored(1.0))]
     survivors = [ScoredTrajectory(s.score, 1, True) for t, s in scored if exclusion_reason(t, s) is None]
-    assert group_advantages(survivors, GRPO, MEMORY).outcome_G.tolist() == [0.0]
+    assert group_advantages(survivors, GRPO, MEMORY).outcome_GS == ((0.0,),)
 
 
-def test_a_group_without_survivors_has_nothing_to_give():
-    result = group_advantages([], GRPO, MEMORY)
-    assert len(result.outcome_G) == 0
-    assert result.is_flat
+def test_a_step_without_survivors_has_nothing_to_give():
+    assert step_advantages([], GRPO, MEMORY) == []
 
 
 # -- between groups ---------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ FIELDS = {
     "Task": "task_id question golds data_source metadata",
     "TensorInfo": "shape dtype sha256",
     "TrainCommand": "step items mini_batch num_mini_batches num_trajectories",
-    "TrainItem": "payload summary outcome_advantage memory_advantage_S",
+    "TrainItem": "payload summary outcome_advantage_S memory_advantage_S",
     "TrainPlan": "step policy_version items mini_batches",
     "Trajectory": ("task sibling attempt turns end_reason format_report probes answer detail num_reencoded"),
     "TrajectorySummary": (
