@@ -4,6 +4,7 @@
     start      the model in memory              EngineFailed, ConfigError
     update     new weights loaded and proven    TrainingError: loaded, but the proof differs; EngineFailed: the rest
     generate   a turn                           EngineFailed, DeadlineExceeded; ConfigError: the prompt cannot fit
+    score      log-probs of given tokens        EngineFailed, DeadlineExceeded
 
 An engine that has proven no weights refuses to generate, so a turn never comes from weights that nobody vouched for.
 `VllmEngine` is the real one, `FakeEngine` the scripted one; tests/ports/test_engine.py holds for both.
@@ -15,6 +16,7 @@ import os
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -27,6 +29,14 @@ from mempo_ray.ports import GenerateRequest, Generation
 
 NO_WEIGHTS = -1
 """`weight_version` of an engine that has proven none."""
+
+
+@dataclass(frozen=True, eq=False)
+class Continuation:
+    """Tokens whose log-probs behind a prefix are wanted. Both at least one token long."""
+
+    prefix_ids: np.ndarray  # int32 [P]
+    target_ids: np.ndarray  # int32 [K]
 
 
 class Engine(Protocol):
@@ -61,6 +71,24 @@ class Engine(Protocol):
             DeadlineExceeded: not done within `request.deadline_s`; its place is freed.
             EngineFailed: no proven weights, engine dead, or the request was ended by `abort_all`.
             ConfigError: the prompt leaves no room for a token under `rollout.max_model_len`.
+        """
+        ...
+
+    async def score(
+        self, continuations: Sequence[Continuation], group: str, deadline_s: float
+    ) -> tuple[int, list[np.ndarray]]:
+        """Log-probs of given tokens, read off the prefix cache where it has their prefixes; nothing is sampled.
+
+        Waits out an update or a pause. Shared prefixes of one call are computed once.
+
+        Returns:
+            The version of the weights, and for each continuation float32 [K], at temperature 1: of each target token
+            behind the prefix and the targets before it.
+
+        Raises:
+            DeadlineExceeded: not done within `deadline_s`; its places are freed.
+            EngineFailed: no proven weights, engine dead, aborted, or the weights changed meanwhile.
+            ConfigError: the engine samples at another temperature than 1 (`rollout.temperature`).
         """
         ...
 

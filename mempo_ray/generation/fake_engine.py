@@ -12,14 +12,14 @@ from tokenizers import Tokenizer
 from mempo_ray.config.schema import Rollout
 from mempo_ray.contracts import WeightManifest
 from mempo_ray.errors import ConfigError, DeadlineExceeded, EngineFailed, TrainingError
-from mempo_ray.generation.engine import NO_WEIGHTS, verified_gap
+from mempo_ray.generation.engine import NO_WEIGHTS, Continuation, verified_gap
 from mempo_ray.ports import GenerateRequest, Generation
 
 Script = Callable[[GenerateRequest], Sequence[int]]
 """The whole turn that a request gets, end-of-turn id included; the engine cuts it at `max_tokens`."""
 
 LOGPROB = -1.0
-"""What the fake claims for every sampled token."""
+"""What the fake claims for every sampled token; for a given one a multiple of it, by prefix and token."""
 
 
 def random_turns(model_dir: str, end_of_turn_id: int, answer_share: float = 0.4) -> Script:
@@ -62,7 +62,8 @@ class FakeEngine:
         self._version = NO_WEIGHTS
         self._started = False
         self._dead = False
-        self._paused = False
+        self._awake = asyncio.Event()  # cleared by a pause
+        self._awake.set()
         self._in_flight: dict[asyncio.Future[Generation], tuple[GenerateRequest, int]] = {}
         self._output_tokens = 0
 
@@ -80,9 +81,7 @@ class FakeEngine:
     async def generate(self, request: GenerateRequest) -> Generation:
         if len(request.prompt_ids) >= self._rollout.max_model_len:
             raise ConfigError(f"rollout.max_model_len={self._rollout.max_model_len} leaves no room after the prompt")
-        self._check_running()
-        if self._version == NO_WEIGHTS:
-            raise EngineFailed(f"{self._name}: no proven weights; it must be updated first")
+        self._check_proven()
         turn = asyncio.get_running_loop().create_future()
         self._in_flight[turn] = request, self._version
         asyncio.get_running_loop().call_soon(self._advance)
@@ -93,6 +92,20 @@ class FakeEngine:
             raise DeadlineExceeded(f"{self._name}: turn not done within {request.deadline_s:g} s") from None
         finally:
             del self._in_flight[turn]
+
+    async def score(
+        self, continuations: Sequence[Continuation], group: str, deadline_s: float
+    ) -> tuple[int, list[np.ndarray]]:
+        self._check_proven()
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._awake.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self._name}: log-probs not done within {deadline_s:g} s") from None
+        self._check_proven()
+        return self._version, [
+            LOGPROB * (1 + (int(c.prefix_ids.sum()) + c.target_ids) % 7).astype(np.float32) for c in continuations
+        ]
 
     async def update(self, manifest: WeightManifest) -> float:
         self._check_running()
@@ -115,11 +128,11 @@ class FakeEngine:
 
     async def pause(self, *, release_memory: bool = False) -> None:
         self._check_running()
-        self._paused = True
+        self._awake.clear()
 
     async def resume(self) -> None:
         self._check_running()
-        self._paused = False
+        self._awake.set()
         self._advance()
 
     async def abort_all(self) -> int:
@@ -138,6 +151,7 @@ class FakeEngine:
     async def kill(self) -> None:
         """Die as an engine core does: what is in flight fails now, everything else from now on."""
         self._dead = True
+        self._awake.set()
         await self.abort_all()
 
     async def close(self) -> None:
@@ -145,7 +159,7 @@ class FakeEngine:
         self._version = NO_WEIGHTS
 
     def _advance(self) -> None:
-        if self._paused:
+        if not self._awake.is_set():
             return
         for turn, (request, version) in self._in_flight.items():
             if not turn.done():
@@ -158,6 +172,11 @@ class FakeEngine:
         self._output_tokens += len(ids)
         reason = "stop" if len(ids) == len(script) else "length"
         return Generation(ids, np.full(len(ids), LOGPROB, dtype=np.float32), reason, version)
+
+    def _check_proven(self) -> None:
+        self._check_running()
+        if self._version == NO_WEIGHTS:
+            raise EngineFailed(f"{self._name}: no proven weights; it must be updated first")
 
     def _check_running(self) -> None:
         if self._dead or not self._started:

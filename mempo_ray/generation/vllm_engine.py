@@ -24,7 +24,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from mempo_ray.config.schema import Rollout, WeightSync
 from mempo_ray.contracts import WeightManifest, WeightProof
 from mempo_ray.errors import ConfigError, DeadlineExceeded, EngineFailed
-from mempo_ray.generation.engine import NO_WEIGHTS, output_to, verified_gap
+from mempo_ray.generation.engine import NO_WEIGHTS, Continuation, output_to, verified_gap
+from mempo_ray.generation.vllm_forcing import FORCED
 from mempo_ray.ports import GenerateRequest, Generation
 
 _GIB = 1 << 30
@@ -48,7 +49,10 @@ def engine_args(model_dir: str, rollout: Rollout, weight_sync: WeightSync) -> As
         enable_prefix_caching=True,
         enforce_eager=rollout.enforce_eager,
         tensor_parallel_size=rollout.tensor_parallel,
-        logprobs_mode="processed_logprobs",  # of logits / temperature, as algorithm.md §1 wants
+        # Log-probs of logits / temperature, as algorithm.md §1 wants; at temperature 1 they are also the raw ones,
+        # which forcing (`score`) leaves alone.
+        logprobs_mode="raw_logprobs" if rollout.temperature == 1 else "processed_logprobs",
+        logits_processors=["mempo_ray.generation.vllm_forcing:ForcedTokens"],
         generation_config="vllm",  # not the model folder's own top_p and the like
         seed=0,
         disable_log_stats=True,
@@ -136,6 +140,43 @@ class VllmEngine:
         logprobs = _of_tokens(sampled.logprobs, sampled.token_ids)
         self._output_tokens += len(ids)
         return Generation(ids, logprobs, sampled.finish_reason, version)
+
+    async def score(
+        self, continuations: Sequence[Continuation], group: str, deadline_s: float
+    ) -> tuple[int, list[np.ndarray]]:
+        if self._rollout.temperature != 1:
+            raise ConfigError(f"rollout.temperature={self._rollout.temperature:g}: an engine scores at 1 only")
+        async with self._deadline(f"log-probs of group {group}", deadline_s):
+            version = await self._proven_version()
+            forced = [self._forced(continuation, version) for continuation in continuations]
+            logprobs = await asyncio.gather(*forced)
+            if await self._proven_version() != version:
+                raise EngineFailed(f"{self._name}: its weights changed while it scored group {group}")
+        return version, logprobs
+
+    async def _forced(self, continuation: Continuation, version: int) -> np.ndarray:
+        target_ids = continuation.target_ids.tolist()
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=len(target_ids),
+            ignore_eos=True,
+            extra_args={FORCED: target_ids},
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        num_prefix_tokens = len(continuation.prefix_ids)
+        with self._counted(num_prefix_tokens + len(target_ids)) as request_id:
+            output = await self._final_output(
+                request_id, continuation.prefix_ids, params, cache_salt=f"weights-{version}"
+            )
+        forced = output.outputs[0]
+        if list(forced.token_ids) != target_ids:
+            raise EngineFailed(
+                f"{self._name}: {len(forced.token_ids)} of {len(target_ids)} forced tokens, ended as "
+                f"{forced.finish_reason!r}"
+            )
+        return _of_tokens(forced.logprobs, target_ids)
 
     async def update(self, manifest: WeightManifest) -> float:
         llm = self._running()
