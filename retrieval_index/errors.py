@@ -4,15 +4,19 @@
     ├── CorpusError          a corpus or question file: missing, or a bad line (its number is in the message)
     ├── EncoderError         an encoder that cannot be found or loaded
     ├── BuildError           a build that cannot start: target exists, too few passages, wrong embeddings
+    │   └── BuildRunning     another process builds the same folder
     ├── ManifestError        an index folder that must not be opened
     │   ├── IndexMissing     no such folder, or no manifest in it
     │   ├── ForeignVersion   written by another version of this package
     │   ├── EncoderMismatch  built with another encoder (or other settings of it)
     │   ├── DimensionMismatch
-    │   └── DamagedIndex     a file is missing, truncated or altered
+    │   ├── DamagedIndex     a file is missing, truncated or altered
+    │   └── StaleIndex       its corpus has changed since
+    ├── QueryError           a query that cannot be searched: empty
     └── ServiceError         a search that did not happen; never a statement about the query
         ├── SearchFailed     encoder or index raised
         ├── SearchTimeout    the caller's deadline passed
+        ├── ServiceOverloaded  too many queries wait
         └── ServiceClosed    the service is shut down, or its batching task died
 
 The arguments are plain strings, so that the errors survive pickling on their way between processes.
@@ -45,6 +49,10 @@ class BuildError(RetrievalIndexError):
     """The build cannot start or go on."""
 
 
+class BuildRunning(BuildError):
+    """Another process builds the same folder."""
+
+
 class ManifestError(RetrievalIndexError):
     """The index folder must not be opened."""
 
@@ -69,6 +77,18 @@ class DamagedIndex(ManifestError):
     """A file of the index is missing, truncated or altered."""
 
 
+class StaleIndex(ManifestError):
+    """A file that the index was built from has changed since."""
+
+
+class QueryError(RetrievalIndexError):
+    """The query cannot be searched; asking again changes nothing."""
+
+
+class CacheError(RetrievalIndexError):
+    """The file of the disk cache cannot be opened, or is no cache."""
+
+
 class ServiceError(RetrievalIndexError):
     """A search did not happen. The query may be fine: ask again, here or at another replica."""
 
@@ -79,6 +99,10 @@ class SearchFailed(ServiceError):
 
 class SearchTimeout(ServiceError):
     """The deadline passed before the result came."""
+
+
+class ServiceOverloaded(ServiceError):
+    """Too many queries wait already; this call was refused whole."""
 
 
 class ServiceClosed(ServiceError):

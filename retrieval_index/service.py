@@ -1,13 +1,18 @@
 """Many concurrent searches, few encoder and FAISS calls.
 
-    callers ──search──▶ reject empty or over-long ──▶ cache ──▶ in flight already? share ──▶ queue
+    callers ──search──▶ reject empty or over-long ──▶ cache ──▶ in flight already? share ──▶ queue, if it has room
                                                                                               │
-    results ◀── future per query ◀── one executor thread: encode, search, look up ◀── micro-batch, when it is full
-                                                                                     or the longest wait is over
+    results ◀── future per query ◀── one executor thread: disk cache, else find ◀── micro-batch, when it is full
+                                                                                   or the longest wait is over
     waits for      an executor thread that is free, `max_wait_s`, `max_batch`
     unblocked by   every future of the batch at once
     on failure     a batch that fails is run again query by query, so that only the culprit fails;
-                   a caller that leaves or times out takes nothing from the others
+                   a caller that leaves or times out takes nothing from the others;
+                   a full queue refuses the whole call, which another replica may take;
+                   a disk cache that fails is left alone from then on, and counted
+
+There is one executor thread, so nothing is encoded while FAISS searches: on two cores both would share the same
+cores, and beside a sentence encoder the search of a batch is a few per cent of its time (`encode_s`, `search_s`).
 
 A query's result depends on the query alone, not on its batch mates (scores to within 1e-6: other batch
 sizes round otherwise).
@@ -16,36 +21,36 @@ sizes round otherwise).
 from __future__ import annotations
 
 import asyncio
+import logging
+import sqlite3
 import time
 import unicodedata
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
-from retrieval_index import manifest as manifests
 from retrieval_index.corpus import Passage
-from retrieval_index.encoder import Encoder, make_recorded_encoder
-from retrieval_index.errors import RetrievalIndexError, SearchFailed, SearchTimeout, ServiceClosed
+from retrieval_index.disk_cache import DiskCache, RowsAndScores, SearchKey
+from retrieval_index.errors import (
+    RetrievalIndexError,
+    SearchFailed,
+    SearchTimeout,
+    ServiceClosed,
+    ServiceOverloaded,
+)
 from retrieval_index.manifest import Manifest
+from retrieval_index.retriever import Retriever, open_retriever
+
+log = logging.getLogger(__name__)
 
 WARM_UP_DEADLINE_S = 300.0  # a large encoder is read from disk
+LATENCIES_KEPT = 4096
 
 Passages = tuple[Passage, ...]
-
-
-class Index(Protocol):
-    """What the service needs of an index; `index.PassageIndex` is one."""
-
-    manifest: Manifest
-
-    def search(self, queries_SD: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]: ...
-
-    def passages(self, rows: Sequence[int], scores: Sequence[float]) -> Passages: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +72,37 @@ class ServiceLimits:
     """Queries in one encoder and FAISS call."""
     max_wait_s: float = 0.005
     """Longest time that a query waits for batch mates while the executor is free."""
+    max_queued: int = 4_096
+    """Queries that may wait; a call that would bring more is refused, unless nothing waits."""
     deadline_s: float = 30.0
     """Deadline of a `search` that names none."""
     cache_size: int = 10_000
     """Results kept, least recently used out first; 0 keeps none."""
     max_query_chars: int = 4_096
     """Longer queries are rejected."""
+    disk_cache: str = ""
+    """SQLite file of a second cache, which outlives the process and may be shared by replicas; '' = none."""
+    disk_cache_size: int = 1_000_000
+    """Results kept there, the oldest out first."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceStats:
     """Counters since the start. `queries` = rejected + cache_hits + shared + those put in the queue."""
 
+    seconds: float = 0.0
+    """Since the start: `queries / seconds` are queries a second."""
     queries: int = 0
     rejected: int = 0
     cache_hits: int = 0
     shared: int = 0
     """Joined an equal query in flight."""
+    disk_hits: int = 0
+    """Of those put in the queue, answered by the disk cache."""
+    disk_failures: int = 0
+    """1: the disk cache failed and is out of use."""
+    overloaded: int = 0
+    """Calls (not queries) refused because the queue was full; their queries are not in `queries`."""
     failed: int = 0
     timeouts: int = 0
     """Calls (not queries) that reached their deadline."""
@@ -94,20 +113,14 @@ class ServiceStats:
     """Time in the queue, summed over `batched_queries`."""
     encode_s: float = 0.0
     search_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Key:
-    """One distinct search. The index id keeps results of one index from answering for another."""
-
-    query: str
-    top_k: int
-    index_id: str
+    latency_p50_s: float = 0.0
+    """Of the last 4,096 calls that were answered; of a call, not of a query."""
+    latency_p99_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    key: _Key
+    key: SearchKey
     future: asyncio.Future[Passages]
     since_s: float
 
@@ -118,20 +131,29 @@ def normalise_query(query: str) -> str:
 
 
 class RetrievalService:
-    """Batching, single-flight and cache around one encoder and one index. Lives in one event loop."""
+    """Batching, single-flight and two caches around one retriever. Lives in one event loop.
 
-    def __init__(self, encoder: Encoder, index: Index, limits: ServiceLimits | None = None) -> None:
-        self._encoder, self._index = encoder, index
+    Raises:
+        CacheError: `limits.disk_cache` cannot be used.
+    """
+
+    def __init__(self, retriever: Retriever, limits: ServiceLimits | None = None) -> None:
+        self._retriever = retriever
         self._limits = limits or ServiceLimits()
-        self._index_id = index.manifest.index_id
-        self._cache: OrderedDict[_Key, Passages] = OrderedDict()
-        self._in_flight: dict[_Key, asyncio.Future[Passages]] = {}
+        self._index_id = retriever.manifest.index_id
+        self._cache: OrderedDict[SearchKey, Passages] = OrderedDict()
+        self._in_flight: dict[SearchKey, asyncio.Future[Passages]] = {}
         self._queue: asyncio.Queue[_Request] = asyncio.Queue()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="retrieval")
         self._batcher: asyncio.Task[None] | None = None
         self._closed_because: str | None = None
+        self._started_s = time.monotonic()
+        self._latencies_s: deque[float] = deque(maxlen=LATENCIES_KEPT)
         self._stats = ServiceStats()  # written by the event loop only
-        self._encode_s = self._search_s = 0.0  # written by the executor thread only
+        self._encode_s = self._search_s = 0.0  # these four by the executor thread only
+        self._disk_hits = self._disk_failures = 0
+        limits = self._limits
+        self._disk = DiskCache(limits.disk_cache, limits.disk_cache_size) if limits.disk_cache else None
 
     @classmethod
     def open(
@@ -143,37 +165,36 @@ class RetrievalService:
         num_threads: int | None = None,
         limits: ServiceLimits | None = None,
     ) -> RetrievalService:
-        """Open an index folder with the encoder that built it.
-
-        Args:
-            encoder: its name or folder where it is not the one that the manifest names (a folder that moved).
-            device: `cpu` or `cuda`, of encoder and index.
-            num_threads: of encoder and FAISS each, which run one after the other; None leaves their defaults.
+        """The service over `retriever.open_retriever`, which says what the arguments mean.
 
         Raises:
-            EncoderError and the errors of `manifest.check`.
+            EncoderError, CacheError and the errors of `manifest.check`.
         """
-        from retrieval_index.index import PassageIndex  # here, so that importing this module loads no FAISS
-
-        record = manifests.load(folder).encoder
-        chosen = make_recorded_encoder(record, encoder, device=device, num_threads=num_threads)
-        index = PassageIndex.open(
-            folder, encoder_fingerprint=chosen.fingerprint, device=device, num_threads=num_threads
-        )
-        return cls(chosen, index, limits)
+        return cls(open_retriever(folder, encoder=encoder, device=device, num_threads=num_threads), limits)
 
     @property
     def manifest(self) -> Manifest:
         """Of the index that is served."""
-        return self._index.manifest
+        return self._retriever.manifest
 
     def stats(self) -> ServiceStats:
         """A snapshot of the counters."""
-        return replace(self._stats, encode_s=self._encode_s, search_s=self._search_s)
+        p50_s, p99_s = np.percentile(self._latencies_s or [0.0], [50, 99])
+        return replace(
+            self._stats,
+            seconds=time.monotonic() - self._started_s,
+            encode_s=self._encode_s,
+            search_s=self._search_s,
+            disk_hits=self._disk_hits,
+            disk_failures=self._disk_failures,
+            latency_p50_s=float(p50_s),
+            latency_p99_s=float(p99_s),
+        )
 
     async def warm_up(self) -> None:
         """One search, so that the model is loaded before somebody's deadline runs. Raises as `search`."""
         await self.search(["warm up"], 1, deadline_s=WARM_UP_DEADLINE_S)
+        self._latencies_s.clear()  # it waited for the model, as no later call will
 
     async def search(self, queries: Sequence[str], top_k: int, *, deadline_s: float | None = None) -> list[Result]:
         """Search all queries; result i belongs to query i.
@@ -188,11 +209,14 @@ class RetrievalService:
 
         Raises:
             SearchFailed, SearchTimeout, ServiceClosed: nothing is known of the queries; ask again.
+            ServiceOverloaded: the queue has no room; ask another replica, or later.
             ValueError: top_k below 1.
         """
         if top_k < 1:
             raise ValueError(f"top_k is {top_k}, must be at least 1")
+        since_s = time.monotonic()
         self._ensure_serving()
+        self._ensure_room(queries, top_k)
         slots = [self._submit(query, top_k) for query in queries]
         waiting = [slot for slot in slots if isinstance(slot, asyncio.Future)]
         if waiting:
@@ -206,7 +230,9 @@ class RetrievalService:
                     "retrieval",
                     "add replicas, or raise the deadline",
                 )
-        return [slot.result() if isinstance(slot, asyncio.Future) else slot for slot in slots]
+        results = [slot.result() if isinstance(slot, asyncio.Future) else slot for slot in slots]
+        self._latencies_s.append(time.monotonic() - since_s)
+        return results
 
     async def close(self) -> None:
         """Fail what waits. A batch that runs is not waited for: its thread may hang."""
@@ -215,7 +241,9 @@ class RetrievalService:
             self._batcher.cancel()
             await asyncio.wait([self._batcher])
         self._fail_in_flight()
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        if self._disk is not None:
+            self._executor.submit(self._disk.close)
+        self._executor.shutdown(wait=False)
 
     # --- the caller's side -----------------------------------------------------------------------------------
 
@@ -225,7 +253,7 @@ class RetrievalService:
         if reason := self._reason_to_reject(query):
             self._count(rejected=1)
             return RejectedQuery(query, reason)
-        key = _Key(normalise_query(query), top_k, self._index_id)
+        key = self._key(query, top_k)
         if key in self._cache:
             self._count(cache_hits=1)
             self._cache.move_to_end(key)
@@ -238,11 +266,31 @@ class RetrievalService:
         self._queue.put_nowait(_Request(key, future, time.monotonic()))
         return future
 
+    def _key(self, query: str, top_k: int) -> SearchKey:
+        return SearchKey(normalise_query(query), top_k, self._index_id)
+
+    def _ensure_room(self, queries: Sequence[str], top_k: int) -> None:
+        """A call is taken or refused whole; what costs nothing (cached, shared, rejected) is never refused."""
+        num_queued, most = self._queue.qsize(), self._limits.max_queued
+        if num_queued == 0 or num_queued + len(queries) <= most:
+            return
+        keys = {self._key(query, top_k) for query in queries if not self._reason_to_reject(query)}
+        num_new = sum(key not in self._cache and key not in self._in_flight for key in keys)
+        if num_queued + num_new > most:
+            self._count(overloaded=1)
+            raise ServiceOverloaded(
+                f"{num_queued} queries wait and {num_new} more would exceed {most}",
+                "retrieval",
+                "ask another replica, or later; add replicas",
+            )
+
     def _reason_to_reject(self, query: str) -> str | None:
         if not query.strip():
             return "the query is empty"
         if len(query) > self._limits.max_query_chars:
             return f"the query has {len(query)} characters, at most {self._limits.max_query_chars} are searched"
+        if not query.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in query):
+            return "the query is not text: it holds half of a UTF-16 pair"
         return None
 
     def _ensure_serving(self) -> None:
@@ -292,7 +340,7 @@ class RetrievalService:
                 break
         return batch
 
-    def _settle(self, key: _Key, outcome: Passages | RetrievalIndexError) -> None:
+    def _settle(self, key: SearchKey, outcome: Passages | RetrievalIndexError) -> None:
         future = self._in_flight.pop(key)
         if isinstance(outcome, RetrievalIndexError):
             self._count(failed=1)
@@ -305,7 +353,7 @@ class RetrievalService:
                 self._cache.popitem(last=False)
         future.set_result(outcome)
 
-    def _run(self, keys: Sequence[_Key]) -> list[Passages | RetrievalIndexError]:
+    def _run(self, keys: Sequence[SearchKey]) -> list[Passages | RetrievalIndexError]:
         """In the executor thread: one outcome per key, whatever happens."""
         try:
             return list(self._search(keys))
@@ -316,20 +364,45 @@ class RetrievalService:
             failure.__cause__ = error
             return [failure]
 
-    def _search(self, keys: Sequence[_Key]) -> list[Passages]:
-        started_s = time.monotonic()
-        vectors_SD = self._encoder.encode_queries([key.query for key in keys])
-        encoded_s = time.monotonic()
-        found: dict[int, Passages] = {}
-        # One FAISS call per distinct k: an approximate index may visit other nodes for a larger k.
+    def _search(self, keys: Sequence[SearchKey]) -> list[Passages]:
+        known = self._from_disk(keys)
+        new: dict[SearchKey, RowsAndScores] = {}
+        # One call per distinct k: an approximate index may visit other nodes for a larger k.
         for top_k in {key.top_k for key in keys}:
-            positions = [i for i, key in enumerate(keys) if key.top_k == top_k]
-            rows_SK, scores_SK = self._index.search(vectors_SD[positions], top_k)
-            for i, rows, scores in zip(positions, rows_SK, scores_SK, strict=True):
-                found[i] = self._index.passages(rows, scores)
-        self._encode_s += encoded_s - started_s
-        self._search_s += time.monotonic() - encoded_s
-        return [found[i] for i in range(len(keys))]
+            wanted = [key for key in keys if key.top_k == top_k and key not in known]
+            if not wanted:
+                continue
+            hits = self._retriever.find([key.query for key in wanted], top_k)
+            new |= dict(zip(wanted, zip(hits.rows, hits.scores, strict=True), strict=True))
+            self._encode_s += hits.encode_s
+            self._search_s += hits.search_s
+        self._to_disk(new)
+        found = known | new
+        return [self._retriever.passages(*found[key]) for key in keys]
+
+    def _from_disk(self, keys: Sequence[SearchKey]) -> dict[SearchKey, RowsAndScores]:
+        if self._disk is None:
+            return {}
+        try:
+            known = self._disk.get(keys)
+        except sqlite3.Error as error:
+            self._give_up_disk(error)
+            return {}
+        self._disk_hits += len(known)
+        return known
+
+    def _to_disk(self, new: dict[SearchKey, RowsAndScores]) -> None:
+        if self._disk is None or not new:
+            return
+        try:
+            self._disk.put(new)
+        except sqlite3.Error as error:
+            self._give_up_disk(error)
+
+    def _give_up_disk(self, error: sqlite3.Error) -> None:
+        """A cache that fails (full disk, removed file) must not fail searches; without it they are only slower."""
+        log.warning("retrieval: the disk cache %s is out of use: %s", self._limits.disk_cache, error)
+        self._disk, self._disk_failures = None, 1
 
     def _count(self, **increments: float) -> None:
         self._stats = replace(

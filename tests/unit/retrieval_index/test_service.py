@@ -1,4 +1,5 @@
 import asyncio
+import sqlite3
 import threading
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -6,12 +7,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from retrieval_index.build import build_index
+from retrieval_index.disk_cache import DiskCache, SearchKey
 from retrieval_index.encoder import HashEncoder
-from retrieval_index.errors import EncoderMismatch, SearchFailed, SearchTimeout, ServiceClosed
+from retrieval_index.errors import (
+    CacheError,
+    EncoderMismatch,
+    SearchFailed,
+    SearchTimeout,
+    ServiceClosed,
+    ServiceOverloaded,
+)
 from retrieval_index.index import PassageIndex
+from retrieval_index.retriever import DenseRetriever
 from retrieval_index.service import RejectedQuery, RetrievalService, ServiceLimits, normalise_query
 
-from .conftest import NAMES, RELATIONS
+from .conftest import NAMES, RELATIONS, facts
 
 QUERIES = [f"{relation} {name}" for name in NAMES for relation in RELATIONS]
 PATIENCE_S = 10.0
@@ -45,7 +56,9 @@ def encoder() -> GatedEncoder:
 
 @pytest.fixture
 async def service(index_folder: Path, encoder: GatedEncoder) -> AsyncIterator[RetrievalService]:
-    service = RetrievalService(encoder, PassageIndex.open(index_folder, num_threads=1), ServiceLimits(max_wait_s=0))
+    service = RetrievalService(
+        DenseRetriever(encoder, PassageIndex.open(index_folder, num_threads=1)), ServiceLimits(max_wait_s=0)
+    )
     yield service
     encoder.gate.set()
     await service.close()
@@ -85,7 +98,7 @@ async def test_queries_of_many_callers_share_one_batch(service: RetrievalService
 
 async def test_no_batch_is_larger_than_the_limit(index_folder: Path, encoder: GatedEncoder) -> None:
     limits = ServiceLimits(max_batch=10, max_wait_s=0)
-    service = RetrievalService(encoder, PassageIndex.open(index_folder), limits)
+    service = RetrievalService(DenseRetriever(encoder, PassageIndex.open(index_folder)), limits)
     held = await hold_the_executor(service, encoder)
     task = asyncio.create_task(service.search(QUERIES, 2))
     await let_them_queue()
@@ -97,7 +110,7 @@ async def test_no_batch_is_larger_than_the_limit(index_folder: Path, encoder: Ga
 
 async def test_a_full_batch_does_not_wait_for_the_longest_wait(index_folder: Path, encoder: GatedEncoder) -> None:
     limits = ServiceLimits(max_batch=2, max_wait_s=3600)
-    service = RetrievalService(encoder, PassageIndex.open(index_folder), limits)
+    service = RetrievalService(DenseRetriever(encoder, PassageIndex.open(index_folder)), limits)
     await asyncio.gather(service.search(["Boko"], 1), service.search(["Sari"], 1))
     assert encoder.batches == [["Boko", "Sari"]]
     await service.close()
@@ -105,7 +118,7 @@ async def test_a_full_batch_does_not_wait_for_the_longest_wait(index_folder: Pat
 
 async def test_a_lonely_query_leaves_after_the_longest_wait(index_folder: Path, encoder: GatedEncoder) -> None:
     limits = ServiceLimits(max_batch=64, max_wait_s=0.01)
-    service = RetrievalService(encoder, PassageIndex.open(index_folder), limits)
+    service = RetrievalService(DenseRetriever(encoder, PassageIndex.open(index_folder)), limits)
     await service.search(["Boko"], 1, deadline_s=PATIENCE_S)
     assert service.stats().queue_wait_s >= 0.01
     await service.close()
@@ -135,7 +148,7 @@ async def test_a_query_seen_before_comes_from_the_cache_however_it_is_spaced(
 
 async def test_the_cache_forgets_what_was_used_longest_ago(index_folder: Path, encoder: GatedEncoder) -> None:
     limits = ServiceLimits(max_wait_s=0, cache_size=2)
-    service = RetrievalService(encoder, PassageIndex.open(index_folder), limits)
+    service = RetrievalService(DenseRetriever(encoder, PassageIndex.open(index_folder)), limits)
     for query in ("a", "b", "a", "c", "a", "b"):
         await service.search([query], 1)
     assert encoder.batches == [["a"], ["b"], ["c"], ["b"]]
@@ -175,7 +188,9 @@ async def test_an_encoder_that_returns_too_few_vectors_fails_the_search_and_hang
         def encode_queries(self, texts: Sequence[str]) -> np.ndarray:
             return super().encode_queries(texts)[:-1]
 
-    service = RetrievalService(ShortEncoder(), PassageIndex.open(index_folder), ServiceLimits(max_wait_s=0))
+    service = RetrievalService(
+        DenseRetriever(ShortEncoder(), PassageIndex.open(index_folder)), ServiceLimits(max_wait_s=0)
+    )
     with pytest.raises(SearchFailed):
         await service.search(["a", "b"], 1, deadline_s=PATIENCE_S)
     await service.close()
@@ -229,7 +244,9 @@ async def test_a_batching_task_that_ends_is_told_to_everybody(service: Retrieval
 
 async def test_a_result_does_not_depend_on_its_batch_mates(service: RetrievalService, index_folder: Path) -> None:
     together = await service.search(QUERIES, 3)
-    lonely = RetrievalService(HashEncoder(), PassageIndex.open(index_folder), ServiceLimits(max_batch=1))
+    lonely = RetrievalService(
+        DenseRetriever(HashEncoder(), PassageIndex.open(index_folder)), ServiceLimits(max_batch=1)
+    )
     for query, expected in zip(QUERIES, together, strict=True):
         (alone,) = await lonely.search([query], 3)
         assert [passage.id for passage in alone] == [passage.id for passage in expected]
@@ -255,3 +272,119 @@ async def test_a_k_below_one_is_the_callers_mistake(service: RetrievalService) -
 
 def test_composed_and_decomposed_letters_are_one_query() -> None:
     assert normalise_query("Se\u00f1ora") == normalise_query(" Sen\u0303ora")
+
+
+async def test_half_of_a_utf16_pair_is_no_query(service: RetrievalService) -> None:
+    (result,) = await service.search(["mentor \ud800"], 1)
+    assert isinstance(result, RejectedQuery)
+    assert "UTF-16" in result.reason
+
+
+# --- back-pressure -------------------------------------------------------------------------------------------
+
+
+async def test_a_full_queue_refuses_a_call_whole_but_serves_what_it_knows(
+    index_folder: Path, encoder: GatedEncoder
+) -> None:
+    limits = ServiceLimits(max_wait_s=0, max_queued=2)
+    service = RetrievalService(DenseRetriever(encoder, PassageIndex.open(index_folder)), limits)
+    known = await service.search(["known"], 1)
+    encoder.entered.clear()
+    held = await hold_the_executor(service, encoder)
+    waiting = asyncio.create_task(service.search(["a", "b"], 1))
+    await let_them_queue()
+    with pytest.raises(ServiceOverloaded, match="2 queries wait and 1 more would exceed 2"):
+        await service.search(["known", "a", "", "c"], 1)
+    assert await service.search(["known"], 1) == known
+    shared = asyncio.create_task(service.search(["b"], 1))
+    await let_them_queue()
+    encoder.gate.set()
+    assert (await waiting)[1:] == await shared
+    await held
+    stats = service.stats()
+    assert (stats.overloaded, stats.queries) == (1, 6), "a refused call counts none of its queries"
+    await service.close()
+
+
+async def test_a_call_larger_than_the_queue_is_served_when_nothing_waits(
+    index_folder: Path, encoder: GatedEncoder
+) -> None:
+    limits = ServiceLimits(max_wait_s=0, max_queued=2)
+    service = RetrievalService(DenseRetriever(encoder, PassageIndex.open(index_folder)), limits)
+    assert len(await service.search(QUERIES, 1)) == len(QUERIES)
+    await service.close()
+
+
+# --- the disk cache ------------------------------------------------------------------------------------------
+
+
+def on_disk(index_folder: Path, encoder: HashEncoder, **limits: int) -> RetrievalService:
+    limits_ = ServiceLimits(max_wait_s=0, disk_cache=str(index_folder.parent / "cache" / "searches.sqlite"), **limits)
+    return RetrievalService(DenseRetriever(encoder, PassageIndex.open(index_folder)), limits_)
+
+
+async def test_a_search_survives_its_process_on_disk_and_is_equal_to_the_bit(
+    index_folder: Path, encoder: GatedEncoder
+) -> None:
+    first = on_disk(index_folder, encoder)
+    found = await first.search(QUERIES, 3)
+    await first.close()
+    second = on_disk(index_folder, encoder, cache_size=0)
+    assert await second.search(QUERIES, 3) == found
+    assert await second.search([*QUERIES[:2], "new"], 3) == [*found[:2], *await second.search(["new"], 3)]
+    assert encoder.batches == [QUERIES, ["new"]], "only what the disk lacked was encoded"
+    assert second.stats().disk_hits == len(QUERIES) + 3
+    await second.close()
+
+
+async def test_another_k_or_another_index_is_another_search_on_disk(
+    index_folder: Path, encoder: GatedEncoder, tmp_path: Path
+) -> None:
+    service = on_disk(index_folder, encoder)
+    await service.search(["mentor Boko"], 3)
+    await service.search(["mentor Boko"], 2)
+    await service.close()
+    build_index(facts()[:5], HashEncoder(), "flat", index_folder, overwrite=True)
+    service = on_disk(index_folder, encoder)
+    await service.search(["mentor Boko"], 3)
+    assert service.stats().disk_hits == 0
+    await service.close()
+
+
+def test_the_disk_cache_is_bounded_and_the_oldest_leave_it(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path / "searches.sqlite", max_entries=2)
+    keys = [SearchKey(query, 3, "i") for query in "abc"]
+    found = np.arange(3), np.arange(3, dtype=np.float32)
+    for key in (*keys[:2], keys[0], keys[2]):
+        cache.put({key: found})
+    assert set(cache.get(keys)) == {keys[0], keys[2]}, "writing it again made the first one young"
+    np.testing.assert_array_equal(cache.get(keys)[keys[2]], found)
+    cache.close()
+
+
+async def test_a_disk_cache_that_fails_slows_searches_down_and_fails_none(
+    index_folder: Path, encoder: GatedEncoder, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = on_disk(index_folder, encoder)
+    await service.search(["Boko"], 1)
+    with sqlite3.connect(index_folder.parent / "cache" / "searches.sqlite") as other:
+        other.execute("DROP TABLE hits")
+    assert len((await service.search(["Sari"], 1))[0]) == 1
+    assert service.stats().disk_failures == 1
+    assert "out of use: no such table" in caplog.text
+    await service.close()
+
+
+def test_a_file_that_is_no_cache_is_named(index_folder: Path, encoder: GatedEncoder) -> None:
+    (index_folder.parent / "cache").mkdir()
+    (index_folder.parent / "cache" / "searches.sqlite").write_text("not a database" * 100)
+    with pytest.raises(CacheError, match=r"disk_cache: .*searches\.sqlite"):
+        on_disk(index_folder, encoder)
+
+
+async def test_latencies_are_those_of_calls_without_the_warm_up(service: RetrievalService) -> None:
+    await service.warm_up()
+    assert service.stats().latency_p99_s == 0
+    await service.search(["Boko"], 1)
+    stats = service.stats()
+    assert 0 < stats.latency_p50_s == stats.latency_p99_s <= stats.seconds
