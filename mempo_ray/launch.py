@@ -21,6 +21,7 @@ from mempo_ray.config.schema import Config
 from mempo_ray.contracts import Passage
 from mempo_ray.data.tasks import TaskSource, read_tasks
 from mempo_ray.data.world import is_synthetic, same_atlas
+from mempo_ray.observability.alarms import AlarmSink
 from mempo_ray.observability.metrics import Fanout, JsonlSink, TrackerSink
 from mempo_ray.observability.mirror import Mirror, find_checkpoint
 from mempo_ray.observability.progress import make_display
@@ -46,7 +47,8 @@ async def open_session(config: Config, *, with_engines: bool = True) -> AsyncGen
     folder.write_versions()
     display = make_display(config.run.steps)
     display.say(f"run folder: {folder.root}" + (f", copied to {mirror.uri}" if mirror else ""))
-    sinks: list[MetricSink] = [JsonlSink(folder), display]
+    alarms = AlarmSink(config.alarms, folder, display.say, folder.read_metrics())
+    sinks: list[MetricSink] = [JsonlSink(folder), display, alarms]
     async with AsyncExitStack() as stack:
         stack.callback(display.close)
         if mirror is not None:

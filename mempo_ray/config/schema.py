@@ -425,6 +425,23 @@ class Eval(Section):
     """Also report p_mem_ratio and p_full_ratio on held-out oracle trajectories after the cold start."""
 
 
+class Alarms(Section):
+    """Signs of trouble that are said in the run's log (observability/alarms.py)."""
+
+    window: Annotated[int, Field(ge=2)] = 10
+    """Steps that a trend is looked for in."""
+    min_change: Positive = 0.05
+    """Smallest rise of the reward, and fall of EM, that together count as reward hacking."""
+    max_kl: Positive = 0.5
+    """Largest KL to the reference, per token."""
+    flat_share: Share = 0.9
+    """Largest share of groups with equal scores."""
+    unscored_share: Share = 0.05
+    """Largest share of a step's trajectories without a score."""
+    length_ratio: Annotated[float, Field(gt=1)] = 2.0
+    """Largest factor, up or down, between output tokens now and in the first steps."""
+
+
 class Config(Section):
     run: Run = Run()
     data: Data = Data()
@@ -440,6 +457,7 @@ class Config(Section):
     weight_sync: WeightSync = WeightSync()
     placement: Placement = Placement()
     eval: Eval = Eval()
+    alarms: Alarms = Alarms()
     trackers: tuple[str, ...] = ()
     """accelerate trackers by name (tensorboard, wandb, mlflow, …)."""
     plugins: tuple[str, ...] = ()

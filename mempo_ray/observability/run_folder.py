@@ -147,6 +147,8 @@ class RunFolder:
         for row in self._read_jsonl("metrics.jsonl"):
             kept.setdefault(row["step"], row)  # a second row of a step is the last evaluation
         self._write_jsonl("metrics.jsonl", [row for row in kept.values() if row["step"] <= step])
+        alarms = self._read_jsonl("alarms.jsonl")
+        self._write_jsonl("alarms.jsonl", [row for row in alarms if row["step"] <= step])
         excluded = self._read_jsonl("excluded.jsonl")
         self._write_jsonl("excluded.jsonl", [row for row in excluded if _logged_step(row["file"]) <= step])
         for path in self.root.glob("trajectories/*.parquet"):

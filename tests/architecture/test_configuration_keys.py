@@ -13,7 +13,8 @@ PACKAGE = Path(__file__).parents[2] / "mempo_ray"
 HOMES = {
     "agent": {"episode.py", "prompt.py", "search.py", "agent_loop.py"},
     "agent.limits": {"episode.py", "prompt.py", "search.py"},
-    "algorithm": {"advantage.py", "policy_loss.py", "correction.py", "step.py", "rank.py", "kl_reward.py"},
+    "alarms": {"alarms.py"},
+    "algorithm": {"advantage.py", "estimators.py", "policy_loss.py", "correction.py", "step.py", "rank.py", "kl_reward.py"},
     "algorithm.adaptive_kl": {"kl_reward.py", "experience.py"},
     "algorithm.group_filter": {"advantage.py", "experience.py"},
     "batch_executor": {"batch_executor.py", "scheduler.py", "settings.py"},

@@ -143,7 +143,7 @@ def test_the_names_of_all_sections_are_pinned():
     sections = {key.partition(".")[0] for key in fields()}
     assert sections == {
         "run", "data", "cold_start", "agent", "rollout", "retrieval", "reward", "memory_reward", "algorithm",
-        "batch_executor", "policy", "weight_sync", "placement", "eval", "trackers", "plugins",
+        "batch_executor", "policy", "weight_sync", "placement", "eval", "alarms", "trackers", "plugins",
     }  # fmt: skip
 
 
