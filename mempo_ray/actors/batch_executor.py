@@ -1,13 +1,12 @@
 """BatchExecutor: the one caller of the FSDP ranks (architecture, decision 1).
 
-driver ── logprobs(request) ──▶ Scheduler ──▶ micro-batch ─┐
-       ── train / fit / publish / save / load ──▶ heap ────┴──▶ Gang.execute ──▶ PolicyWorker ×P
+driver ── logprobs(request) ──▶ BatchQueue ──▶ micro-batch ───┐
+       ── train / fit / publish / save / load ──▶ BatchQueue ─┴──▶ Gang ──▶ PolicyWorker ×P
 
 consumes     LogProbRequest (payloads stay references), TrainPlan, SftBatch
 produces     LogProbResult, StepReport, WeightManifest; each with the weight version that made it
-order        log-probs that came before a command run before it, later ones after it: no micro-batch straddles
-             a weight version, and no stream of scoring starves an update. Among waiting commands: `Order`.
-waits        a log-prob request at most its deadline; a command for those before it, each of which has one
+order        that of batch_queue.py: no micro-batch straddles a weight version, and no stream of scoring starves an
+             update. Log-probs go first while sampling goes on; among waiting commands: `Order`.
 on failure   a bad item fails alone; a lost rank fails every pending and following call with GangLost, and all
              ranks are ended. Whoever owns the gang (actors/fleet.py) makes a new gang and a new executor.
 """
@@ -15,12 +14,8 @@ on failure   a bad item fails alone; a lost rank fails every pending and followi
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import TypeVar
 
@@ -28,10 +23,11 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayTaskError
 
+from mempo_ray.actors.batch_queue import BatchQueue, Clock
 from mempo_ray.actors.calls import answer
-from mempo_ray.batching.packing import RankShare, score_shares, sft_shares, split_between_ranks, train_shares
-from mempo_ray.batching.runner import Gang
-from mempo_ray.batching.scheduler import Limits, Scheduler, Ticket
+from mempo_ray.batching.packing import RankShare, score_shares, sft_shares, split_by_affinity, train_shares
+from mempo_ray.batching.runner import Gang, Ran
+from mempo_ray.batching.scheduler import Limits
 from mempo_ray.config.schema import BatchExecutor as BatchExecutorSection
 from mempo_ray.contracts import (
     Command,
@@ -74,41 +70,18 @@ class Order(IntEnum):
     RESTORE = 4
 
 
-@dataclass(order=True)
-class _QueuedCommand:
-    order: Order
-    number: int
-    shares: list[RankShare] = field(compare=False)
-    future: asyncio.Future = field(compare=False)
-    policy_version: int | None = field(compare=False, default=None)
-
-
-@dataclass(frozen=True)
-class _Waiting:
-    request: LogProbRequest
-    ticket: Ticket
-    future: asyncio.Future
-
-
 class BatchExecutor:
-    """One asyncio task serves the queue; the methods queue and wait. Lives in one event loop."""
+    """The queue of the FSDP ranks: log-prob requests in micro-batches, commands alone. Lives in one event loop."""
 
-    def __init__(self, section: BatchExecutorSection, gang: Gang, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, section: BatchExecutorSection, gang: Gang, clock: Clock = time.monotonic) -> None:
         self._section = section
         self._gang = gang
-        self._clock = clock
-        self._scheduler = Scheduler(
-            Limits(section.micro_batch_tokens, gang.num_ranks, section.max_wait_s, section.max_queued_tokens)
+        limits = Limits(
+            section.micro_batch_tokens, gang.num_ranks, section.max_wait_s, section.max_queued_tokens, gang.pads
         )
-        self._commands: list[_QueuedCommand] = []
-        self._running: _QueuedCommand | None = None
-        self._waiting: dict[int, _Waiting] = {}
-        self._numbers = itertools.count()
-        self._wake = asyncio.Event()
-        self._serving: asyncio.Task | None = None
-        self._state = "running"
-        self._failure: GangLost | None = None
-        self._counters: defaultdict[str, float] = defaultdict(float)
+        self._queue = BatchQueue[LogProbRequest, LogProbResult](
+            _OfThisVersion(gang), limits, "log-probs", GangLost, clock
+        )
 
     # -- calls ----------------------------------------------------------------------------------------
 
@@ -120,27 +93,18 @@ class BatchExecutor:
             GangLost: the ranks are gone. TrainingError: its weights are not of `request.policy_version`.
             DataError: the request cannot be computed (its payload does not hold what its segments name).
         """
-        self._check_open()
-        now, patience_s = self._clock(), min(request.deadline_s, self._section.request_timeout_s)
-        cost = self._gang.cost(request)
-        number = next(self._numbers)
-        ticket = Ticket(number, request.id, cost, now, now + patience_s, request.priority, request.model)
-        self._scheduler.submit(ticket)
-        future = asyncio.get_running_loop().create_future()
-        self._waiting[number] = _Waiting(request, ticket, future)
-        self._start()
-        try:
-            async with asyncio.timeout(patience_s):
-                return await future
-        except TimeoutError:
-            raise _deadline(ticket) from None
-        finally:
-            self._scheduler.cancel(number)
-            self._waiting.pop(number, None)
+        return await self._queue.ask(
+            request,
+            id=request.id,
+            timeout_s=min(request.deadline_s, self._section.request_timeout_s),
+            priority=request.priority,
+            lane=request.model,
+            affinity=request.affinity,
+        )
 
     async def begin(self, expected_requests: int) -> None:
         """Hold the next `expected_requests` until all are here, then cut by id and token budget only."""
-        self._scheduler.begin(expected_requests)
+        self._queue.begin(expected_requests)
 
     async def train(self, plan: TrainPlan) -> StepReport:
         """One step of the policy. Metrics are rank 0's, reduced over the ranks by the workers.
@@ -177,168 +141,58 @@ class BatchExecutor:
         return _value(await self._call_all(Order.RESTORE, LoadCommand(uri)), Mapping)
 
     async def stats(self) -> dict[str, float]:
-        """Queue depth now; counts and wall-clock seconds since the last call.
-
-        executor/… num_queued, queued_tokens, num_answered, num_failed, num_micro_batches, busy_s (any command),
-        score_s, wait_s (in the queue, summed over requests), batch_fill (mean share of the token budget).
-        """
-        counted, self._counters = self._counters, defaultdict(float)
-        names = ("num_answered", "num_failed", "num_micro_batches", "busy_s", "score_s", "wait_s")
-        values = {name: counted[name] for name in names} | {
-            "num_queued": float(len(self._scheduler)),
-            "queued_tokens": float(self._scheduler.queued_tokens),
-            "batch_fill": counted["filled_tokens"] / max(1.0, counted["budget_tokens"]),
-        }
-        return {f"executor/{name}": value for name, value in values.items()}
+        """`BatchQueue.take_stats`, as executor/…"""
+        return {f"executor/{name}": value for name, value in self._queue.take_stats().items()}
 
     async def close(self) -> None:
         """Refuse new calls, finish the queued ones. The ranks live on: they are their owner's."""
-        if self._state == "running":
-            self._state = "closed"
-        self._wake.set()
-        if self._serving is not None:
-            await asyncio.wait([self._serving])
+        await self._queue.close()
 
-    # -- the queue ------------------------------------------------------------------------------------
+    # -- commands -------------------------------------------------------------------------------------
 
     async def _call_all(self, order: Order, command: Command) -> CommandReply:
         return await self._call(order, [RankShare(command)] * self._gang.num_ranks)
 
     async def _call(self, order: Order, shares: list[RankShare], policy_version: int | None = None) -> CommandReply:
-        """Rank 0's reply. A caller that is cancelled before its command began takes it out of the queue."""
-        self._check_open()
-        future = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._commands, _QueuedCommand(order, next(self._numbers), shares, future, policy_version))
-        self._start()
-        return await future
+        """Rank 0's reply."""
 
-    def _check_open(self) -> None:
-        if self._failure is not None:
-            raise GangLost(str(self._failure))
-        if self._state == "closed":
-            raise WorkerFailed("the batch executor is closed")
+        async def execute() -> CommandReply | TrainingError:
+            if policy_version not in (None, self._gang.version):
+                return TrainingError(f"the plan trains version {policy_version}, the ranks hold {self._gang.version}")
+            return (await self._gang.execute(shares))[0]
 
-    def _start(self) -> None:
-        if self._serving is None:
-            self._serving = asyncio.create_task(self._serve(), name="batch-executor")
-            self._serving.add_done_callback(self._on_serving_ended)
-        self._wake.set()
+        return await self._queue.run_alone(order, type(shares[0].command).__name__, execute)
 
-    async def _serve(self) -> None:
-        """Decide, obey, until closed and drained. Between a decision and the wait nothing else can run."""
-        while self._failure is None:
-            while self._commands and self._commands[0].future.done():  # its caller went away
-                heapq.heappop(self._commands)
-            behind = self._commands[0].number if self._commands else None
-            closing = self._state == "closed"
-            if closing and behind is None:
-                behind = next(self._numbers)  # nothing comes after: drain
-            decision = self._scheduler.decide(self._clock(), behind)
-            for ticket in decision.expired:
-                self._answer(ticket, _deadline(ticket))
-            if decision.batch:
-                await self._score(decision.batch)
-            elif self._commands:
-                await self._obey(heapq.heappop(self._commands))
-            elif closing:
-                return
-            else:
-                await self._sleep(decision.wake_at_s)
 
-    async def _sleep(self, wake_at_s: float | None) -> None:
-        self._wake.clear()
-        try:
-            async with asyncio.timeout(None if wake_at_s is None else max(0.0, wake_at_s - self._clock())):
-                await self._wake.wait()
-        except TimeoutError:
-            return
+class _OfThisVersion:
+    """The gang as a `Runner` in which a request for other weights than today's fails alone."""
 
-    async def _score(self, batch: Sequence[Ticket]) -> None:
-        """Run one micro-batch; each ticket gets its own result or its own error."""
-        version, runnable = self._gang.version, []
-        for ticket in batch:
-            request = self._waiting[ticket.number].request
-            if request.policy_version in (None, version):
-                runnable.append(ticket)
-            else:
-                text = f"log-probs of {request.id}: asked of version {request.policy_version}, the ranks hold {version}"
-                self._answer(ticket, TrainingError(text))
-        if not runnable:
-            return
-        started = self._clock()
-        self._count(wait_s=sum(started - t.arrived_s for t in runnable))
-        try:
-            results = await self._gang.run([self._waiting[t.number].request for t in runnable])
-        except MempoError as error:
-            self._fail(f"log-probs: {error}")
-            return
-        seconds = self._clock() - started
-        self._count(
-            num_micro_batches=1,
-            busy_s=seconds,
-            score_s=seconds,
-            filled_tokens=sum(t.cost for t in runnable),
-            budget_tokens=self._section.micro_batch_tokens * self._gang.num_ranks,
-        )
-        if len(results) != len(runnable):
-            text = f"{len(results)} results came back for a micro-batch of {len(runnable)}; none can be told apart"
-            results = [WorkerFailed(text)] * len(runnable)
-        for ticket, result in zip(runnable, results, strict=True):
-            self._answer(ticket, result)
+    def __init__(self, gang: Gang) -> None:
+        self._gang = gang
+        self.pads = gang.pads
+        self.cost = gang.cost
 
-    async def _obey(self, command: _QueuedCommand) -> None:
-        if command.policy_version not in (None, self._gang.version):
-            text = f"the plan trains version {command.policy_version}, the ranks hold {self._gang.version}"
-            command.future.set_exception(TrainingError(text))
-            return
-        self._running, started = command, self._clock()
-        try:
-            replies = await self._gang.execute(command.shares)
-        except MempoError as error:
-            if not command.future.done():
-                command.future.set_exception(error)
-            self._fail(f"{type(command.shares[0].command).__name__}: {error}")
-            return
-        self._count(busy_s=self._clock() - started)
-        if not command.future.done():
-            command.future.set_result(replies[0])
-        self._running = None
-
-    def _answer(self, ticket: Ticket, result: LogProbResult | MempoError) -> None:
-        failed = isinstance(result, MempoError)
-        self._count(num_failed=failed, num_answered=not failed)
-        waiting = self._waiting.get(ticket.number)
-        if waiting is None or waiting.future.done():  # its caller went away meanwhile
-            return
-        if failed:
-            waiting.future.set_exception(result)
-        else:
-            waiting.future.set_result(result)
-
-    def _count(self, **amounts: float) -> None:
-        for name, amount in amounts.items():
-            self._counters[name] += amount
-
-    def _fail(self, reason: str) -> None:
-        """Nothing can run any more: every caller hears it now."""
-        self._state = "failed"
-        self._failure = GangLost(reason)
-        commands = [*self._commands, *([self._running] if self._running is not None else [])]
-        pending = [w.future for w in self._waiting.values()] + [c.future for c in commands]
-        for future in pending:
-            if not future.done():
-                future.set_exception(GangLost(reason))
-        self._commands.clear()
-
-    def _on_serving_ended(self, task: asyncio.Task) -> None:
-        if task.cancelled():
-            self._fail("the batch executor was cancelled")
-        elif (error := task.exception()) is not None:
-            self._fail(f"the batch executor broke: {type(error).__name__}: {error}")
+    async def run(self, requests: Sequence[LogProbRequest]) -> Ran[LogProbResult]:
+        version = self._gang.version
+        results: list[LogProbResult | MempoError] = [
+            TrainingError(f"log-probs of {r.id}: asked of version {r.policy_version}, the ranks hold {version}")
+            for r in requests
+        ]
+        fitting = [i for i, r in enumerate(requests) if r.policy_version in (None, version)]
+        if not fitting:
+            return Ran(results, 0, 0)
+        ran = await self._gang.run([requests[i] for i in fitting])
+        if len(ran.results) != len(fitting):
+            return ran  # the queue tells the callers
+        for i, result in zip(fitting, ran.results, strict=True):
+            results[i] = result
+        return Ran(results, ran.num_tokens, ran.num_padded_tokens)
 
 
 class GangRunner:
     """The FSDP ranks behind `worker.run.remote(sequence, command, *payloads)`. A `Gang`."""
+
+    pads = False
 
     def __init__(self, workers: Sequence[ActorHandle], command_timeout_s: float, version: int = 0) -> None:
         self._workers = list(workers)
@@ -351,8 +205,9 @@ class GangRunner:
         """The ranks expand a forest to plain sequences."""
         return max(1, request.num_plain_tokens)
 
-    async def run(self, requests: Sequence[LogProbRequest]) -> list[LogProbResult | MempoError]:
-        split = split_between_ranks([self.cost(r) for r in requests], self.num_ranks)
+    async def run(self, requests: Sequence[LogProbRequest]) -> Ran[LogProbResult]:
+        costs = [self.cost(r) for r in requests]
+        split = split_by_affinity(costs, [r.affinity for r in requests], self.num_ranks)
         replies = await self.execute(score_shares(requests, split))
         results: dict[int, LogProbResult | MempoError] = {}
         for rank, (indices, reply) in enumerate(zip(split, replies, strict=True)):
@@ -362,7 +217,7 @@ class GangRunner:
             for i, value in zip(indices, values, strict=True):
                 failed = isinstance(value, str)
                 results[i] = DataError(f"log-probs of {requests[i].id}: {value}") if failed else value
-        return [results[i] for i in range(len(requests))]
+        return Ran([results[i] for i in range(len(requests))], sum(costs), 0)
 
     async def execute(self, shares: Sequence[RankShare]) -> list[CommandReply]:
         """A push that an engine's death holds in a collective has the deadline of its sync, not of a whole update."""
@@ -409,12 +264,6 @@ def _value(reply: CommandReply, kind: type[T]) -> T:
     if not isinstance(reply.value, kind):
         raise WorkerFailed(f"command {reply.sequence}: a rank answered a {type(reply.value).__name__}")
     return reply.value
-
-
-def _deadline(ticket: Ticket) -> DeadlineExceeded:
-    return DeadlineExceeded(
-        f"log-probs of {ticket.id} had no answer within {ticket.deadline_s - ticket.arrived_s:.3g} s"
-    )
 
 
 BatchExecutorActor = ray.remote(max_concurrency=4096)(BatchExecutor)  # pyrefly: ignore[unexpected-keyword]

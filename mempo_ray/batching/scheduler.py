@@ -7,7 +7,15 @@ something waits behind the queue (`until`). It holds tickets of one lane (live o
 the token budget of every rank; a ticket dearer than the budget has a rank's share to itself.
 
 Order: lower priority first, then arrival. A ticket that has spent half of its time to the deadline goes before all
-others, so a stream of urgent requests starves nobody.
+others, so a stream of urgent requests starves nobody. The first in this order is in the next micro-batch of its lane.
+Its company is chosen by what saves tokens:
+
+    runner packs   tickets of one affinity begin with the same tokens: they move up behind the first of them, within
+                   their priority; then whatever still fits
+    runner pads    those nearest in length, within their priority, while padding stays below `MAX_PADDING_SHARE`
+
+So later tickets overtake a waiting one only in the company of an earlier one: it waits for at most as many
+micro-batches of its lane as there were tickets before it.
 """
 
 from __future__ import annotations
@@ -17,20 +25,28 @@ from dataclasses import dataclass
 
 from mempo_ray.errors import Overloaded
 
+MAX_PADDING_SHARE = 0.1
+"""Of one padded micro-batch. Its tokens cost as much in two micro-batches, so a sparse queue is cut rather than padded;
+a long queue fills its micro-batches with neighbours, at a few per cent."""
+
 
 @dataclass(frozen=True)
 class Limits:
-    """`micro_batch_tokens` is per rank."""
+    """`micro_batch_tokens` is per rank, padding included. `pads`: the runner pads a micro-batch to its longest."""
 
     micro_batch_tokens: int
     num_ranks: int
     max_wait_s: float
     max_queued_tokens: int
+    pads: bool = False
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """A request, as far as scheduling is concerned. `number` is unique and grows with arrival."""
+    """A request, as far as scheduling is concerned. `number` is unique and grows with arrival.
+
+    `cost`: tokens without padding. `affinity`: whom it shares its first tokens with, "" = nobody.
+    """
 
     number: int
     id: str
@@ -39,6 +55,7 @@ class Ticket:
     deadline_s: float  # absolute, same clock
     priority: int = 0
     lane: Hashable = None
+    affinity: str = ""
 
     @property
     def urgent_at_s(self) -> float:
@@ -65,7 +82,6 @@ class Scheduler:
         self._queue: dict[int, Ticket] = {}
         self._set_missing = 0
         self._set: set[int] = set()
-        self._micro_batch_tokens = limits.micro_batch_tokens * limits.num_ranks
         self.queued_tokens = 0
 
     def __len__(self) -> int:
@@ -117,27 +133,48 @@ class Scheduler:
         eligible.sort(key=lambda t: self._order(t, now_s))
         for lane in dict.fromkeys(t.lane for t in eligible):
             waiting = [t for t in eligible if t.lane == lane]
-            batch = self._fill(waiting)
-            full = len(batch) < len(waiting) or sum(t.cost for t in batch) >= self._micro_batch_tokens
-            if full or until is not None or any(self._due_at_s(t) <= now_s for t in waiting):
+            batch, is_full = self._pad(waiting) if self._limits.pads else self._pack(self._together(waiting, now_s))
+            if is_full or until is not None or any(self._due_at_s(t) <= now_s for t in waiting):
                 for ticket in batch:
                     self._remove(ticket.number)
                 return Decision(batch, expired)
         wakes = [self._due_at_s(t) for t in eligible] + [t.deadline_s for t in self._queue.values()]
         return Decision((), expired, min(wakes, default=None))
 
-    def _fill(self, waiting: Sequence[Ticket]) -> tuple[Ticket, ...]:
-        """The first ticket, and every further one that some rank still has room for. Never empty."""
+    def _together(self, waiting: Sequence[Ticket], now_s: float) -> list[Ticket]:
+        """Tickets of one affinity behind the first of them, within their priority; else as they were."""
+        groups: dict[Hashable, list[Ticket]] = {}
+        for ticket in waiting:
+            key = (self._order(ticket, now_s)[:2], ticket.affinity) if ticket.affinity else ticket.number
+            groups.setdefault(key, []).append(ticket)
+        return [ticket for group in groups.values() for ticket in group]
+
+    def _pack(self, waiting: Sequence[Ticket]) -> tuple[tuple[Ticket, ...], bool]:
+        """The first ticket, and every further one that some rank still has room for; whether there is no more room."""
+        budget = self._limits.micro_batch_tokens
         loads = [0] * self._limits.num_ranks
         batch = []
         for ticket in waiting:
             rank = min(range(len(loads)), key=loads.__getitem__)
-            if loads[rank] == 0 or loads[rank] + ticket.cost <= self._limits.micro_batch_tokens:
+            if loads[rank] == 0 or loads[rank] + ticket.cost <= budget:
                 loads[rank] += ticket.cost
                 batch.append(ticket)
-            if min(loads) >= self._limits.micro_batch_tokens:
+            if min(loads) >= budget:
                 break
-        return tuple(batch)
+        return tuple(batch), len(batch) < len(waiting) or sum(loads) >= budget * len(loads)
+
+    def _pad(self, waiting: Sequence[Ticket]) -> tuple[tuple[Ticket, ...], bool]:
+        """The first ticket, and those nearest to it in length; whether there is no more room."""
+        first = waiting[0]
+        batch, longest, num_tokens, is_full = [first], first.cost, first.cost, False
+        for ticket in sorted(waiting[1:], key=lambda t: (t.priority, abs(t.cost - first.cost))):
+            padded_to, num = max(longest, ticket.cost), len(batch) + 1
+            if -(-num // self._limits.num_ranks) * padded_to > self._limits.micro_batch_tokens:
+                is_full = True
+            elif num * padded_to - num_tokens - ticket.cost <= MAX_PADDING_SHARE * num * padded_to:
+                batch.append(ticket)
+                longest, num_tokens = padded_to, num_tokens + ticket.cost
+        return tuple(batch), is_full
 
     def _order(self, ticket: Ticket, now_s: float) -> tuple:
         if ticket.number in self._set:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mempo_ray.batching.packing import RankShare
+from mempo_ray.batching.runner import Ran
 from mempo_ray.contracts import (
     CommandReply,
     LogProbRequest,
@@ -22,9 +23,13 @@ from mempo_ray.errors import DataError, MempoError, WorkerFailed
 
 
 class FakeRunner:
-    """`cost` is the request's plain tokens. Requests named in `bad` fail; `gate` holds every micro-batch until set."""
+    """`cost` is the request's plain tokens. Requests named in `bad` fail; `gate` holds every micro-batch until set.
 
-    def __init__(self, *, bad: Sequence[str] = (), drop_results: int = 0) -> None:
+    `pads`: counts as if every micro-batch were padded to its longest.
+    """
+
+    def __init__(self, *, bad: Sequence[str] = (), drop_results: int = 0, pads: bool = False) -> None:
+        self.pads = pads
         self.bad = set(bad)
         self.drop_results = drop_results
         self.gate = asyncio.Event()
@@ -36,15 +41,17 @@ class FakeRunner:
     def cost(self, request: LogProbRequest) -> int:
         return request.num_plain_tokens
 
-    async def run(self, requests: Sequence[LogProbRequest]) -> list[LogProbResult | MempoError]:
+    async def run(self, requests: Sequence[LogProbRequest]) -> Ran[LogProbResult]:
         self.micro_batches.append(tuple(r.id for r in requests))
         self.started.set()
         await self.gate.wait()
-        results = [
+        results: list[LogProbResult | MempoError] = [
             DataError(f"{r.id} is bad") if r.id in self.bad else LogProbResult(r.id, self.version, (np.zeros(1),))
             for r in requests
         ]
-        return results[self.drop_results :]
+        costs = [self.cost(r) for r in requests]
+        num_tokens = len(costs) * max(costs) if self.pads else sum(costs)
+        return Ran(results[self.drop_results :], num_tokens, num_tokens - sum(costs))
 
 
 class FakeGang(FakeRunner):
@@ -57,7 +64,7 @@ class FakeGang(FakeRunner):
         self.journal: list[str] = []
         self.shares: list[list[RankShare]] = []
 
-    async def run(self, requests: Sequence[LogProbRequest]) -> list[LogProbResult | MempoError]:
+    async def run(self, requests: Sequence[LogProbRequest]) -> Ran[LogProbResult]:
         self.journal.append(f"score@{self.version}")
         if self.dies_at is LogProbRequest:
             raise WorkerFailed("rank 1 died")

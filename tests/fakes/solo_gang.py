@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mempo_ray.batching.packing import RankShare, score_shares
+from mempo_ray.batching.runner import Ran
 from mempo_ray.contracts import CommandReply, LogProbRequest, LogProbResult
-from mempo_ray.errors import DataError, MempoError
+from mempo_ray.errors import DataError
 
 if TYPE_CHECKING:
     from mempo_ray.training.rank import PolicyRank
@@ -17,6 +18,7 @@ class SoloGang:
     """Obeys in the caller's thread. Payload handles are the payloads themselves."""
 
     num_ranks = 1
+    pads = False
 
     def __init__(self, rank: PolicyRank) -> None:
         self._rank = rank
@@ -25,9 +27,10 @@ class SoloGang:
     def cost(self, request: LogProbRequest) -> int:
         return max(1, request.num_plain_tokens)
 
-    async def run(self, requests: Sequence[LogProbRequest]) -> list[LogProbResult | MempoError]:
+    async def run(self, requests: Sequence[LogProbRequest]) -> Ran[LogProbResult]:
         (reply,) = await self.execute(score_shares(requests, [range(len(requests))]))
-        return [DataError(value) if isinstance(value, str) else value for value in reply.value]
+        results = [DataError(value) if isinstance(value, str) else value for value in reply.value]
+        return Ran(results, sum(self.cost(r) for r in requests), 0)
 
     async def execute(self, shares: Sequence[RankShare]) -> list[CommandReply]:
         (share,) = shares
