@@ -29,7 +29,8 @@ from mempo_ray.algo.advantage import (
     step_advantages,
 )
 from mempo_ray.algo.kl_reward import kl_request, next_kl_coef, trajectory_kl
-from mempo_ray.algo.memory_reward import MemoryRequest, MemorySample, build_request, dropped_turns, memory_rewards
+from mempo_ray.algo.memory_reward import MemoryRequest, MemorySample, dropped_turns
+from mempo_ray.algo.registry import MEMORY_REWARDS
 from mempo_ray.config.schema import Config
 from mempo_ray.contracts import (
     EpisodeRequest,
@@ -106,13 +107,25 @@ class Collected:
 
     samples: tuple[Sample, ...]
     generation_s: float  # until the last episode ended
-    exposed_s: float  # from there to the last score: what scoring adds to the step
+    exposed_s: float  # from there to the last score received: what scoring adds to the step
 
     @classmethod
     def of(cls, rounds: Sequence[Collected]) -> Collected:
         """One step out of the rounds of a group filter."""
         samples = tuple(sample for part in rounds for sample in part.samples)
         return cls(samples, sum(part.generation_s for part in rounds), sum(part.exposed_s for part in rounds))
+
+
+def scoring_metrics(busy_s: float, exposed_s: float) -> dict[str, float]:
+    """How much of the scoring lay beside generation. `busy_s`: seconds in which log-probs were computed;
+    `exposed_s`: from the last trajectory's end to the last score. A step without log-probs has no share.
+
+    Example:
+        >>> scoring_metrics(busy_s=4.0, exposed_s=0.5)
+        {'scoring/busy_s': 4.0, 'scoring/exposed_s': 0.5, 'scoring/hidden_share': 0.875}
+    """
+    share = {"scoring/hidden_share": max(0.0, 1 - exposed_s / busy_s)} if busy_s > 0 else {}
+    return {"scoring/busy_s": busy_s, "scoring/exposed_s": exposed_s, **share}
 
 
 async def collect(
@@ -123,14 +136,20 @@ async def collect(
     config: Config,
     version: int,
     on_finished: Callable[[], None] = lambda: None,
+    *,
+    scorer: LogProbs | None = None,
 ) -> Collected:
-    """Run the episodes and judge each as it ends. `logprobs` None: outcome only (evaluation).
+    """Run the episodes and judge each as it ends.
+
+    Args:
+        logprobs: the policy; None: outcome only (evaluation).
+        scorer: who is asked about memories in the policy's place (`memory_reward.scorer_engine`).
 
     Raises:
         InfrastructureError: an engine pool, worker or scorer failed beyond what is tolerated.
     """
     began = time.monotonic()
-    judge = _Judge(rewards, logprobs, config, version)
+    judge = _Judge(rewards, logprobs, scorer or logprobs, config, version)
     if config.streams_scoring:
         judge.may_ask.set()
     judged: list[asyncio.Task[Sample]] = []
@@ -165,13 +184,17 @@ class _Questions:
 class _Judge:
     """Scores one trajectory: its outcome at once, its log-probs when `may_ask` is set."""
 
-    def __init__(self, rewards: Rewards, logprobs: LogProbs | None, config: Config, version: int):
+    def __init__(
+        self, rewards: Rewards, logprobs: LogProbs | None, scorer: LogProbs | None, config: Config, version: int
+    ):
         self.may_ask = asyncio.Event()
         self.num_asked = 0
         self._rewards = rewards
         self._logprobs = logprobs
+        self._scorer = scorer
         self._config = config
         self._version = version
+        self._memory_reward = MEMORY_REWARDS.get(config.memory_reward.name)
 
     def questions(self, finished: Finished) -> _Questions:
         """Made when the trajectory ends, so that their number is known when the last one has."""
@@ -183,7 +206,7 @@ class _Judge:
         deadline_s = self._config.batch_executor.request_timeout_s
         if settings.weight > 0:
             version = self._version if settings.scorer == "live" else None
-            memory = build_request(summary, payload, settings, policy_version=version, deadline_s=deadline_s)
+            memory = self._memory_reward.request(summary, payload, settings, policy_version=version, deadline_s=deadline_s)
         if self._config.algorithm.kl_in_reward:
             kl = tuple(
                 kl_request(
@@ -212,23 +235,23 @@ class _Judge:
         return Sample(finished, score.result(), memory.result(), kl.result())
 
     async def _memory(self, asked: MemoryRequest | None) -> tuple[MemorySample, ...]:
-        if asked is None:
+        if asked is None or self._scorer is None:
             return ()
-        return memory_rewards(asked, await self._ask(asked.request), self._config.memory_reward)
+        return self._memory_reward.rewards(asked, await self._ask(self._scorer, asked.request), self._config.memory_reward)
 
     async def _kl(self, requests: tuple[LogProbRequest, ...]) -> float:
-        if not requests:
+        if not requests or self._logprobs is None:
             return 0.0
-        return trajectory_kl(*await asyncio.gather(*(self._ask(request) for request in requests)))
+        asked = [self._ask(self._logprobs, request) for request in requests]
+        return trajectory_kl(*await asyncio.gather(*asked))
 
-    async def _ask(self, request: LogProbRequest) -> LogProbResult:
+    async def _ask(self, logprobs: LogProbs, request: LogProbRequest) -> LogProbResult:
         """A refused request is offered again until its deadline: back-pressure slows scoring, it loses nothing."""
-        assert self._logprobs is not None  # else there are no questions
         await self.may_ask.wait()
         deadline = time.monotonic() + request.deadline_s
         while True:
             try:
-                return await self._logprobs(request)
+                return await logprobs(request)
             except Overloaded:
                 if time.monotonic() + RETRY_S > deadline:
                     raise

@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 from mempo_ray.agent.prompt import Renderer
 from mempo_ray.agent.tokenizer import FileTokenizer
 from mempo_ray.agent.tools import TOOLS
-from mempo_ray.algo.registry import ADV_ESTIMATORS, POLICY_LOSSES
+from mempo_ray.algo.registry import ADV_ESTIMATORS, MEMORY_REWARDS, POLICY_LOSSES
 from mempo_ray.config.load import resolved_yaml
 from mempo_ray.config.models import check_model_folder, read_model_shape
 from mempo_ray.config.schema import Config
@@ -145,6 +145,7 @@ def check_names(config: Config) -> None:
     """Everything that the configuration names, and that the schema does not list, is registered."""
     ADV_ESTIMATORS.check(config.algorithm.adv_estimator)
     POLICY_LOSSES.check(config.algorithm.policy_loss)
+    MEMORY_REWARDS.check(config.memory_reward.name)
     MANAGERS.check(config.reward.manager)
     if config.reward.scorer != "auto":
         SCORERS.check(config.reward.scorer)
@@ -227,7 +228,14 @@ def check_token_limits(config: Config, initial_tokens: int = 0) -> None:
     memory = config.memory_reward
     if memory.weight > 0 and memory.baseline == "full_history":
         history = min(initial_tokens + episode, memory.max_history_tokens or initial_tokens + episode)
-        if config.batch_executor.micro_batch_tokens < history:
+        if memory.scorer_engine == "vllm":
+            if longest <= history:
+                raise ConfigError(
+                    f"rollout.max_model_len: {longest} holds no full history of {history} tokens and the answer behind "
+                    "it, which memory_reward.scorer_engine=vllm asks the engines for. Raise it, or set "
+                    "memory_reward.max_history_tokens lower or scorer_engine=policy."
+                )
+        elif config.batch_executor.micro_batch_tokens < history:
             raise ConfigError(
                 f"batch_executor.micro_batch_tokens: {config.batch_executor.micro_batch_tokens} is shorter than one "
                 f"full history of {history} tokens. Set it to at least that, or memory_reward.max_history_tokens lower."

@@ -33,7 +33,16 @@ from mempo_ray.errors import DeadlineExceeded, GangLost, TrainingError
 from mempo_ray.evaluation.metrics import Evaluated, aggregate, evaluated, paired_interval
 from mempo_ray.evaluation.probes import probe_ratios
 from mempo_ray.evaluation.transcript import transcript
-from mempo_ray.experience import Assembled, Collected, Sample, adapted_kl_coef, assemble, collect, survivors_of
+from mempo_ray.experience import (
+    Assembled,
+    Collected,
+    Sample,
+    adapted_kl_coef,
+    assemble,
+    collect,
+    scoring_metrics,
+    survivors_of,
+)
 from mempo_ray.observability.metrics import Fanout
 from mempo_ray.observability.mirror import Mirror
 from mempo_ray.observability.progress import Display
@@ -55,6 +64,8 @@ class Progress:
     seconds: float = 0.0  # of earlier processes of this run
     drift_turns: int = 0
     max_logprob_gap: float = 0.0
+    scoring_busy_s: float = 0.0
+    scoring_exposed_s: float = 0.0
     num_samples_shown: int = 0
     cold_start: dict = field(default_factory=dict)  # task_id → [em, format_valid] of the evaluation before RL
     probes: dict = field(default_factory=dict)
@@ -109,7 +120,7 @@ class Session:
             self.progress.cold_start = {r.task_id: [r.em, float(r.format_valid)] for r in results}
             self._note_best(0, more)
             values |= more
-        self.log_metrics(0, {**values, **self.progress.probes})
+        self.log_metrics(0, {**values, **self.progress.probes, **await self.policy.stats()})
 
     async def cold_start(self) -> None:
         """Supervised steps, if the configuration wants them; the weights after them are π_ref and where RL starts."""
@@ -165,7 +176,10 @@ class Session:
             requests = self.requests([task for task in self.source.next(num_tasks) if task.task_id not in seen])
             self.display.stage(f"step {step}: sampling and scoring", len(requests))
             ports = (self.fleet.rollouts, self.fleet.rewards, self.policy)
-            rounds.append(await collect(requests, *ports, self.config, self.version, self.display.advance))
+            scorer = self.fleet.engine_scorer
+            rounds.append(
+                await collect(requests, *ports, self.config, self.version, self.display.advance, scorer=scorer)
+            )
             collected = Collected.of(rounds)
             assembled = assemble(
                 collected.samples,
@@ -228,13 +242,20 @@ class Session:
     async def step_metrics(self, assembled: Assembled, collected: Collected) -> dict[str, float]:
         """Numbers of the step that no stage reported by itself."""
         tokens = assembled.metrics.get("rollout/output_tokens", 0.0)
+        scored = await self.policy.stats()
+        busy_s = scored["executor/score_s"]
+        if (scorer := self.fleet.engine_scorer) is not None:
+            scored |= scorer.stats()
+            busy_s += scored["scoring/engine_busy_s"]
+        self.progress.scoring_busy_s += busy_s
+        self.progress.scoring_exposed_s += collected.exposed_s
         return {
             **assembled.metrics,
             **await self.fleet.rollouts.stats(),
-            **await self.policy.stats(),
+            **scored,
+            **scoring_metrics(busy_s, collected.exposed_s),
             "rollout/output_tokens_per_s": tokens / max(collected.generation_s, 1e-9),
             "time/generation_s": collected.generation_s,
-            "time/exposed_scoring_s": collected.exposed_s,
             "reward/kl_coef": self.progress.kl_coef,
             "policy/num_restarts": float(self.num_gang_restarts),
         }
@@ -425,11 +446,13 @@ class Session:
             }
         if self.config.eval.memory_swap:
             summary["em_memory_swapped"] = await self.evaluate_swapped(name)
+        scoring = scoring_metrics(self.progress.scoring_busy_s, self.progress.scoring_exposed_s)
         summary |= {
             **self.progress.probes,
             "steps": self.progress.step,
             "drift_turns": self.progress.drift_turns,
             "max_logprob_gap": self.progress.max_logprob_gap,
+            **{name.replace("/", "_"): value for name, value in scoring.items()},
             "peak_pss_gb": self.memory.peak_gb,
             "seconds": self.seconds,
         }

@@ -14,9 +14,10 @@ from __future__ import annotations
 import asyncio
 import importlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from time import monotonic
+from typing import TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -39,11 +40,14 @@ GRACE_S = 5.0
 """How much later than an engine's own deadline the caller gives up: the engine's message says more."""
 
 
+T = TypeVar("T")
+
+
 class EnginePool:
     """`ports.Generate` over the engines that serve, as the fleet announced them last.
 
-    A turn goes where `choose_engine` says. If that engine fails it, the engine is suspect for a while and the turn is
-    asked elsewhere; with nowhere to go it waits for an announcement, within the request's deadline.
+    A request goes where `choose_engine` says. If that engine fails it, the engine is suspect for a while and the
+    request is asked elsewhere; with nowhere to go it waits for an announcement, within its deadline.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic, grace_s: float = GRACE_S) -> None:
@@ -64,22 +68,49 @@ class EnginePool:
         self._announced = asyncio.Event()
 
     async def __call__(self, request: GenerateRequest) -> Generation:
-        """One turn.
+        """One turn."""
+        num_tokens = len(request.prompt_ids) + request.max_tokens
+
+        def generate(engine: ActorHandle, left_s: float) -> Awaitable[Generation]:
+            return engine.generate.remote(replace(request, deadline_s=left_s))
+
+        return await self.ask(f"turn of {request.group!r}", generate, request.group, num_tokens, request.deadline_s)
+
+    async def ask(
+        self,
+        what: str,
+        call: Callable[[ActorHandle, float], Awaitable[T]],
+        group: str,
+        num_tokens: int,
+        deadline_s: float,
+    ) -> T:
+        """The answer of some engine to `call(engine, seconds left)`, a Ray reference.
+
+        Args:
+            group: engines keep a group together; num_tokens: what the request adds to its engine's load.
 
         Raises:
             EngineFailed: no engine served it before its deadline; names the last failure.
             DeadlineExceeded: an engine had it and did not finish in time.
         """
-        deadline = self._clock() + request.deadline_s
+        deadline = self._clock() + deadline_s
         failure = "none has been announced"
-        while (name := await self._choose(request.group, deadline)) is not None:
+        while (name := await self._choose(group, deadline)) is not None:
+            left_s = deadline - self._clock()
+            self._tokens_in_flight[name] += num_tokens
+            reference = call(self._engines[name], left_s)
             try:
-                return await self._ask(name, replace(request, deadline_s=deadline - self._clock()))
+                return await answer(reference, f"{name}: {what}", left_s + self._grace_s, EngineFailed)
             except EngineFailed as error:
                 failure = str(error)
                 self.num_failures += 1
                 self._suspect_until[name] = self._clock() + SUSPECT_S
-        raise EngineFailed(f"no engine served a turn of {request.group!r} in {request.deadline_s:g} s; last: {failure}")
+            except (DeadlineExceeded, asyncio.CancelledError):
+                ray.cancel(reference)  # nobody waits any more: the engine aborts it and frees its cache
+                raise
+            finally:
+                self._tokens_in_flight[name] -= num_tokens
+        raise EngineFailed(f"no engine served a {what} in {deadline_s:g} s; last: {failure}")
 
     async def _choose(self, group: str, deadline: float) -> str | None:
         """A serving engine, waited for until the deadline; None: it has passed."""
@@ -95,19 +126,6 @@ class EnginePool:
             except TimeoutError:
                 continue
         return None
-
-    async def _ask(self, name: str, request: GenerateRequest) -> Generation:
-        num_tokens = len(request.prompt_ids) + request.max_tokens
-        self._tokens_in_flight[name] += num_tokens
-        call = self._engines[name].generate.remote(request)
-        try:
-            what = f"{name}: turn of {request.group!r}"
-            return await answer(call, what, request.deadline_s + self._grace_s, EngineFailed)
-        except (DeadlineExceeded, asyncio.CancelledError):
-            ray.cancel(call)  # nobody waits any more: the engine aborts it and frees its cache
-            raise
-        finally:
-            self._tokens_in_flight[name] -= num_tokens
 
 
 class RetrievalPool:

@@ -25,6 +25,7 @@ from mempo_ray.actors.adapters import KEPT_SNAPSHOTS, Payloads, RayPolicy, RayRe
 from mempo_ray.actors.agent_loop import RemoteAgentLoopWorker, RetrievalPool
 from mempo_ray.actors.batch_executor import BatchExecutorActor, GangRunner
 from mempo_ray.actors.calls import answer, close_actor
+from mempo_ray.actors.engine_logprobs import EngineLogProbs
 from mempo_ray.actors.policy import PolicyActor
 from mempo_ray.actors.retrieval import RemoteRetrievalActor, prepare_index
 from mempo_ray.actors.reward import RewardManagerActor
@@ -54,13 +55,15 @@ MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Fleet:
-    """The ports of a run. `policy` is None where nothing is trained (`mempo-ray eval`, `ask`)."""
+    """The ports of a run. `policy` is None where nothing is trained (`mempo-ray eval`, `ask`); `engine_scorer` is
+    None where the policy scores memories itself (`memory_reward.scorer_engine: policy`)."""
 
     rollouts: RayRollouts
     rewards: RayRewards
     search: RetrievalPool
     payloads: Payloads
     policy: RayPolicy | None
+    engine_scorer: EngineLogProbs | None = None
 
 
 @asynccontextmanager
@@ -120,7 +123,11 @@ async def open_fleet(
         if with_engines and colocated:
             rollouts.start()  # vLLM measures what the ranks have left it, so they must be there first
         search = RetrievalPool(retrieval, config.agent.limits.search_s)
-        yield Fleet(rollouts, RayRewards(rewards, config.reward.timeout_s), search, Payloads(), policy)
+        scorer = None
+        if config.memory_reward.scorer_engine == "vllm":
+            scorer = EngineLogProbs(config.rollout.replicas, rollouts.turns)
+            rollouts.listeners.append(scorer.announce)
+        yield Fleet(rollouts, RayRewards(rewards, config.reward.timeout_s), search, Payloads(), policy, scorer)
 
 
 class GangHost:

@@ -1,9 +1,9 @@
 """RolloutActor: one engine replica behind Ray. The engine's failures become EngineFailed here.
 
-    state       means                                       generate
+    state       means                                       generate, score
     starting    the model is being loaded                   EngineFailed
     stale       holds no proven weights                     EngineFailed
-    serving     proven weights, requests welcome            turn
+    serving     proven weights, requests welcome            turn, log-probs
     draining    finishes what it has, takes nothing new     EngineFailed
     dead        engine core gone; only `close` is left      EngineFailed
 
@@ -15,19 +15,25 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import numpy as np
 import psutil
 import ray
 
 from mempo_ray.config.schema import Rollout, WeightSync
-from mempo_ray.contracts import WeightManifest
-from mempo_ray.errors import DeadlineExceeded, EngineFailed
-from mempo_ray.generation.engine import NO_WEIGHTS, Engine, build_engine
+from mempo_ray.contracts import LogProbRequest, LogProbResult, TrajectoryBatch, WeightManifest
+from mempo_ray.errors import DeadlineExceeded, EngineFailed, TrainingError
+from mempo_ray.generation.engine import NO_WEIGHTS, Continuation, Engine, build_engine
 from mempo_ray.ports import EngineStatus, GenerateRequest, Generation
+from mempo_ray.training.rows import Limits, expand
 
 WATCH_EVERY_S = 0.5
+
+SCORES_AT_ONCE = 4
+"""Log-prob requests that an engine gets at once; each is two sequences a turn of its trajectory."""
 
 
 class RolloutActor:
@@ -48,6 +54,7 @@ class RolloutActor:
     ) -> None:
         self._name = name
         self._rollout = rollout
+        self._limits = Limits(np.iinfo(np.int32).max, rollout.max_model_len)  # vLLM knows its vocabulary itself
         self._engine = engine or build_engine(
             name, model_dir, rollout, weight_sync, end_of_turn_id, Path(log_dir) / f"{name}.log"
         )
@@ -74,11 +81,39 @@ class RolloutActor:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """One turn, see `Engine.generate`."""
+        async with self._serving():
+            return await self._engine.generate(request)
+
+    async def score(self, request: LogProbRequest, payload: TrajectoryBatch | None, deadline_s: float) -> LogProbResult:
+        """Log-probs of the request's marked tokens, by forced decoding: each marked segment is a prompt that ends at
+        its first target, and vLLM's prefix cache does what the forest does in the ranks.
+
+        Raises:
+            TrainingError: the engine's weights are not of `request.policy_version`.
+            DataError: the request cannot be computed (see `training.rows.expand`).
+            EngineFailed, DeadlineExceeded: see `Engine.score`.
+        """
+        rows = expand(request, payload, self._limits)
+        continuations = [
+            Continuation(row.ids_T[: row.targets_K[0]].astype(np.int32), row.ids_T[row.targets_K].astype(np.int32))
+            for row in rows
+        ]
+        async with self._serving():
+            version, logprobs = await self._engine.score(continuations, request.affinity, deadline_s)
+        if request.policy_version not in (None, version):
+            raise TrainingError(
+                f"log-probs of {request.id}: asked of version {request.policy_version}, {self._name} holds {version}"
+            )
+        return LogProbResult(request.id, version, tuple(logprobs))
+
+    @asynccontextmanager
+    async def _serving(self) -> AsyncGenerator[None]:
+        """Counted in flight; refused while draining."""
         if self._draining:
             raise EngineFailed(f"{self._name} is draining")
         self._num_in_flight += 1
         try:
-            return await self._engine.generate(request)
+            yield
         finally:
             self._num_in_flight -= 1
             async with self._idle:
@@ -147,8 +182,8 @@ class RolloutActor:
 
 
 def max_concurrency(rollout: Rollout) -> int:
-    """Calls that a RolloutActor must be able to hold: all sequences, and room for control beside them."""
-    return rollout.max_num_seqs + 8
+    """Calls that a RolloutActor must be able to hold: all sequences, scores, and room for control beside them."""
+    return rollout.max_num_seqs + SCORES_AT_ONCE + 8
 
 
 RemoteRolloutActor = ray.remote(RolloutActor)

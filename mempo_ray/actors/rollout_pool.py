@@ -99,6 +99,7 @@ class RayRollouts:
         colocated = config.placement.layout == "colocated"
         self.turns: Turns = Lease(self._pause_all, self._resume_all) if colocated else SideBySide()
         self.push: PushInto | None = None  # None: engines pull
+        self.listeners: list[Callable[[Mapping[str, ActorHandle]], None]] = []  # told, in this process, who serves
 
     # -- membership -------------------------------------------------------------------------------------
 
@@ -224,8 +225,13 @@ class RayRollouts:
         await self._announce()
 
     async def _announce(self) -> None:
-        """Tell every agent worker what it works with; one that Ray restarted knows nothing."""
+        """Tell all who ask engines which ones serve; an agent worker that Ray restarted knows nothing else either."""
+        for tell in self.listeners:
+            tell(self._serving())
         await asyncio.gather(*(self._tell(*told) for told in zip(self._workers, self._telling, strict=True)))
+
+    def _serving(self) -> dict[str, ActorHandle]:
+        return {m.name: m.handle for m in self._members.values() if m.state == "serving"}
 
     async def _tell(self, worker: ActorHandle, telling: asyncio.Lock) -> None:
         """What holds now, at each try; again while Ray restarts the worker."""
@@ -235,8 +241,7 @@ class RayRollouts:
             while True:
                 try:
                     await answer(worker.set_retrieval.remote(self._retrieval), "agent worker: start", timeout_s)
-                    serving = {m.name: m.handle for m in self._members.values() if m.state == "serving"}
-                    await answer(worker.set_engines.remote(serving), "agent worker: engines", timeout_s)
+                    await answer(worker.set_engines.remote(self._serving()), "agent worker: engines", timeout_s)
                     return
                 except WorkerFailed:
                     if time.monotonic() > deadline:

@@ -193,6 +193,29 @@ class CustomFunction(Section):
     """More keyword arguments of the function."""
 
 
+class Sandbox(Section):
+    """Where code that a policy wrote runs: for scorers of code tasks, and for the `python` tool."""
+
+    allow_weak: bool = False
+    """Run code even where nothing but process limits shuts it in (`mempo-ray doctor` names the level of a machine)."""
+    run_s: Positive = 10
+    """Wall-clock limit of one run, and CPU limit of each of its processes."""
+    memory_mb: Count = 1024
+    """Memory of one run (MiB)."""
+    output_kb: Count = 1024
+    """Output of one run (KiB), on stdout and on stderr; more ends it."""
+    files_mb: Count = 64
+    """Size of the working folder (MiB), which is empty at the start and gone at the end."""
+    processes: Count = 32
+    """Processes and threads of one run."""
+    concurrency: Count = 2
+    """Runs at once, per worker."""
+    url: str = ""
+    """Address of a service in Sandbox-Fusion's form ('http://…/run_code'); '' = run on the worker's own machine."""
+    retries: Annotated[int, Field(ge=0)] = 2
+    """Further tries of a request to that service that failed (5xx, 429, network)."""
+
+
 class Reward(Section):
     manager: str = "naive"
     """Registered reward manager."""
@@ -205,11 +228,18 @@ class Reward(Section):
     """RewardManagerWorker actors."""
     timeout_s: Positive = 30
     """Deadline of one score."""
+    sandbox: Sandbox = Sandbox()
+    code_tests: Literal["share", "all"] = "share"
+    """Score of a program: the share of tests that it passes, or 1 only where it passes all."""
+    code_s: Positive = 20
+    """Seconds that all tests of one program may run in all; the rest then counts as failed. Below `timeout_s`."""
     log_samples: Annotated[int, Field(ge=0)] = 3
     """First trajectories of a run that are printed and logged with their scores by rule."""
 
 
 class MemoryReward(Section):
+    name: str = "mempo"
+    """Registered memory reward: mempo (P_mem − P_full, §3), or one of a plugin."""
     weight: NonNegative = 1.0
     """λ of §4. 0 turns memory scoring off (plain GRPO)."""
     baseline: Literal["full_history", "previous_memory", "question_only", "none"] = "full_history"
@@ -224,6 +254,8 @@ class MemoryReward(Section):
     """Which turns are scored."""
     scorer: Literal["live", "reference"] = "live"
     """Whose log-probs score: today's policy, or the frozen reference."""
+    scorer_engine: Literal["policy", "vllm"] = "policy"
+    """Who computes the live policy's: its own ranks, or the rollout engines, by forced decoding (docs/scoring.md)."""
     alias: Literal["first", "max", "mean"] = "first"
     """Which of several gold aliases is probed."""
     objectives: Literal["joined", "per_objective"] = "joined"
@@ -372,6 +404,8 @@ class Policy(Section):
     """Gradients are scaled down to this norm."""
     micro_batch_tokens: Count = 16384
     """Token budget of one forward and backward per rank; no row may be longer."""
+    share_prefixes: bool = False
+    """Run what rows begin with alike once in an update too; pays where it outweighs the rest (docs/scoring.md)."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     cpu_offload: bool = False
@@ -479,12 +513,21 @@ class Config(Section):
             raise ValueError("algorithm.adaptive_kl needs algorithm.kl_in_reward=true")
         if not self.rollout.min_replicas <= self.rollout.replicas <= self.rollout.max_replicas:
             raise ValueError("rollout.replicas must lie between rollout.min_replicas and rollout.max_replicas")
+        if self.memory_reward.scorer_engine == "vllm":
+            key = "memory_reward.scorer_engine=vllm"
+            if self.memory_reward.scorer == "reference":
+                raise ValueError(f"{key}: engines hold the live policy only; set memory_reward.scorer=live")
+            if self.run.deterministic:
+                raise ValueError(f"{key} gives no bitwise equal log-probs; set run.deterministic=false")
+            if self.rollout.temperature != 1:
+                raise ValueError(f"{key} needs rollout.temperature=1: scores are taken at temperature 1")
         return self
 
     @property
     def streams_scoring(self) -> bool:
         """Whether a trajectory is scored beside generation; on shared GPUs the policy has to wait for its turn."""
-        return self.memory_reward.streaming and not self.run.deterministic and self.placement.layout != "colocated"
+        policy_waits = self.placement.layout == "colocated" and self.memory_reward.scorer_engine == "policy"
+        return self.memory_reward.streaming and not self.run.deterministic and not policy_waits
 
     @property
     def needs_reference(self) -> bool:

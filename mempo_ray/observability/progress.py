@@ -22,6 +22,7 @@ SHOWN = {
     "rollout/format_valid_share": ("format", "{:.2f}"),
     "rollout/output_tokens_per_s": ("tok/s", "{:,.0f}"),
     "policy/grad_norm": ("|grad|", "{:.2f}"),
+    "scoring/hidden_share": ("scoring hidden", "{:.0%}"),
     "time/step_s": ("s/step", "{:.1f}"),
 }
 PLAIN_EVERY_S = 10.0

@@ -76,4 +76,4 @@ async def test_a_dead_engine_shows_in_the_status_and_fails_its_turns():
 def test_an_actor_names_itself_and_leaves_room_for_control_calls():
     actor, _ = rollout_actor(max_num_seqs=64)
     assert repr(actor) == "RolloutActor(rollout-0)"
-    assert max_concurrency(Rollout(max_num_seqs=64)) == 72
+    assert max_concurrency(Rollout(max_num_seqs=64)) == 76
