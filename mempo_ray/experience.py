@@ -206,7 +206,9 @@ class _Judge:
         deadline_s = self._config.batch_executor.request_timeout_s
         if settings.weight > 0:
             version = self._version if settings.scorer == "live" else None
-            memory = self._memory_reward.request(summary, payload, settings, policy_version=version, deadline_s=deadline_s)
+            memory = self._memory_reward.request(
+                summary, payload, settings, policy_version=version, deadline_s=deadline_s
+            )
         if self._config.algorithm.kl_in_reward:
             kl = tuple(
                 kl_request(
@@ -237,7 +239,9 @@ class _Judge:
     async def _memory(self, asked: MemoryRequest | None) -> tuple[MemorySample, ...]:
         if asked is None or self._scorer is None:
             return ()
-        return self._memory_reward.rewards(asked, await self._ask(self._scorer, asked.request), self._config.memory_reward)
+        return self._memory_reward.rewards(
+            asked, await self._ask(self._scorer, asked.request), self._config.memory_reward
+        )
 
     async def _kl(self, requests: tuple[LogProbRequest, ...]) -> float:
         if not requests or self._logprobs is None:

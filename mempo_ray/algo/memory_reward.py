@@ -200,6 +200,18 @@ def memory_rewards(asked: MemoryRequest, result: LogProbResult, settings: Memory
     return tuple(samples)
 
 
+class MemoryRewardMethod(NamedTuple):
+    """What `memory_reward.name` selects: the question to the scorer, and what its answer is worth."""
+
+    request: Callable[..., MemoryRequest | None]
+    """Signature of `build_request`."""
+    rewards: Callable[..., tuple[MemorySample, ...]]
+    """Signature of `memory_rewards`."""
+
+
+MEMPO = MemoryRewardMethod(build_request, memory_rewards)
+
+
 def _memory_turns(summary: TrajectorySummary) -> list[int]:
     return [t for t, num_tokens in enumerate(summary.memory_tokens_S) if num_tokens > 0]
 

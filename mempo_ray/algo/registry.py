@@ -13,6 +13,10 @@ ADV_ESTIMATORS: Registry[Callable[..., Any]] = Registry("algorithm.adv_estimator
 POLICY_LOSSES: Registry[Callable[..., Any]] = Registry("algorithm.policy_loss")
 """(`algo.policy_loss.Tokens`, algorithm settings) → `algo.policy_loss.Surrogate`."""
 
+MEMORY_REWARDS: Registry[Any] = Registry("memory_reward.name")
+"""`algo.memory_reward.MemoryRewardMethod`."""
+
+MEMORY_REWARDS.register_path("mempo", "mempo_ray.algo.memory_reward:MEMPO")
 for _name, _function in {
     "grpo": "grpo",
     "dr_grpo": "dr_grpo",

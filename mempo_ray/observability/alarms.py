@@ -42,8 +42,8 @@ def find_alarms(rows: Sequence[Row], settings: Alarms) -> dict[str, str]:
     flat = _series(rows[-window:], "group/flat_outcome_share")
     if len(flat) == window and flat.min() > settings.flat_share:
         found["flat_groups"] = (
-            f"for {window} steps at least {flat.min():.0%} of the groups had equal scores; the tasks are too easy or too "
-            "hard: see algorithm.group_filter"
+            f"for {window} steps at least {flat.min():.0%} of the groups had equal scores; the tasks are too easy "
+            "or too hard: see algorithm.group_filter"
         )
     if (share := _last(rows, "rollout/unscored_share")) > settings.unscored_share:
         found["unscored"] = f"{share:.0%} of the step's trajectories have no score; excluded.jsonl has the reasons"
@@ -52,8 +52,8 @@ def find_alarms(rows: Sequence[Row], settings: Alarms) -> dict[str, str]:
         ratio = lengths[-1] / max(lengths[:window].mean(), 1e-9)
         if not 1 / settings.length_ratio <= ratio <= settings.length_ratio:
             found["length_drift"] = (
-                f"trajectories have {ratio:.1f} times the output tokens that they had in the first {window} steps; look "
-                "at what the policy writes, and at agent.limits"
+                f"trajectories have {ratio:.1f} times the output tokens that they had in the first {window} steps; "
+                "look at what the policy writes, and at agent.limits"
             )
     return found
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mempo_ray.algo.memory_reward import MemoryRequest, build_request, dropped_turns, memory_rewards, plan_probes
+from mempo_ray.algo.registry import MEMORY_REWARDS
 from mempo_ray.config.schema import MemoryReward
 from mempo_ray.contracts import EndReason, LogProbResult, PayloadRef, Probe, Task, TrajectorySummary
 from mempo_ray.errors import TrainingError
@@ -230,3 +231,7 @@ def test_an_answer_of_another_length_or_not_finite_ends_the_run():
         memory_rewards(asked, LogProbResult("x", 3, (np.zeros(2, np.float32),)), MemoryReward())
     with pytest.raises(TrainingError, match="non-finite"):
         memory_rewards(asked, LogProbResult("x", 3, (np.full(2, np.nan, np.float32),) * 2), MemoryReward())
+
+
+def test_the_shipped_method_is_found_by_its_name():
+    assert MEMORY_REWARDS.get(MemoryReward().name) == (build_request, memory_rewards)
