@@ -51,11 +51,12 @@ def single_gold(golds: Golds) -> Golds:
 
 
 def number_golds(golds: Golds) -> Golds:
-    """One objective whose aliases are numbers, e.g. '1,000' or '-3.5'."""
-    for alias in single_gold(golds)[0]:
-        if parse_number(alias) is None:
-            raise DataError(f"the answer {alias!r} is not a number; give the number alone, without words or units")
-    return golds
+    """One objective whose aliases are numbers, e.g. '1,000' or '-3.5'; of a whole GSM8K solution, what '####' marks."""
+    (aliases,) = single_gold(golds)
+    numbers = tuple(alias.rpartition("####")[2].strip() for alias in aliases)
+    if bad := [alias for alias in numbers if parse_number(alias) is None]:
+        raise DataError(f"the answer {bad[0]!r} is not a number; give the number alone, without words or units")
+    return (numbers,)
 
 
 def program_golds(golds: Golds) -> Golds:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Literal, Protocol
 
 from mempo_ray.config.schema import Reward
@@ -12,7 +14,7 @@ from mempo_ray.contracts import Score
 from mempo_ray.errors import DataError
 from mempo_ray.registry import Registry, place_of
 from mempo_ray.rewards.contract import Response, Scorer
-from mempo_ray.rewards.golds import GoldCheck, answer_golds, any_golds
+from mempo_ray.rewards.golds import GoldCheck, answer_golds, any_golds, number_golds, single_gold
 
 Isolation = Literal["thread", "process"]
 
@@ -66,7 +68,7 @@ def register_scorer(
 
 
 def scorer_for(data_source: str, settings: Reward) -> ScorerEntry:
-    """`reward.scorer`, or under 'auto' the scorer of the data source.
+    """`reward.scorer`, or under 'auto' the scorer of the data source: by its name, else by a pattern ('*aime*').
 
     Raises:
         ConfigError: `reward.scorer` is unknown.
@@ -74,12 +76,17 @@ def scorer_for(data_source: str, settings: Reward) -> ScorerEntry:
     """
     if settings.scorer != "auto":
         return SCORERS.get(settings.scorer)
-    if data_source not in SCORERS.names:
-        raise DataError(
-            f"data_source {data_source!r} has no scorer; set reward.scorer (mempo, exact_match, …) for all rows, "
-            "or register one by that name (register_scorer, in a module that `plugins` lists)"
-        )
-    return SCORERS.get(data_source)
+    if data_source in SCORERS.names:
+        return SCORERS.get(data_source)
+    for pattern in SCORERS.names:
+        if "*" in pattern and fnmatchcase(data_source.lower(), pattern):
+            return SCORERS.get(pattern)
+    near = difflib.get_close_matches(data_source, SCORERS.names, 1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise DataError(
+        f"data_source {data_source!r} has no scorer{hint}; set reward.scorer (mempo, exact_match, …) for all rows, or "
+        "register one by that name (register_scorer, in a module of `plugins`)"
+    )
 
 
 class Manager(Protocol):
@@ -117,8 +124,15 @@ def _built_in(
 
 
 _SEARCH_QA = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+_MATH = ("math", "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")
+_DAPO = ("math_dapo", "math_dapo_reasoning", "*dapo-math*")
+_NUMINA = ("numina_*",)
 
 _built_in("mempo:score_mempo", "mempo", "own", "synthetic")
 _built_in("search_qa:score_exact_match", "exact_match", *_SEARCH_QA, *(f"searchR1_{name}" for name in _SEARCH_QA))
 _built_in("search_qa:score_substring_match", "substring_match")
 _built_in("search_qa:score_f1", "f1")
+_built_in("gsm8k:score_gsm8k", "gsm8k", "openai/gsm8k", golds=number_golds)
+_built_in("gsm8k:score_gsm8k_flexible", "gsm8k_flexible", golds=number_golds)
+_built_in("mathematics:score_math", *_MATH, *_DAPO, *_NUMINA, "aime", "*aime*", golds=single_gold, isolation="process")
+_built_in("geometry3k:score_geometry3k", "geometry3k", "hiyouga/geometry3k", golds=single_gold, isolation="process")

@@ -12,6 +12,7 @@ from decimal import Decimal
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 NUMBER = re.compile(r"[-+]?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?|[-+]?\.\d+")
+CLOSED_ANSWERS = ("yes", "no", "noanswer")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 Match = Callable[[str, Sequence[str]], float]
@@ -35,13 +36,13 @@ def last_answer(text: str) -> str | None:
 
 
 def parse_number(text: str) -> Decimal | None:
-    """A plain decimal number; thousands separators, a currency sign before it and '%' or '.' behind it are ignored.
+    """A plain decimal number; thousands separators, a currency sign and '%' or '.' behind it are ignored.
 
     Example:
         >>> parse_number("$1,000.50"), parse_number("two")
         (Decimal('1000.50'), None)
     """
-    plain = text.strip().lstrip("$€£").rstrip(".%").strip()
+    plain = re.sub(r"[$€£]", "", text).strip().rstrip(".%").strip()
     return Decimal(plain.replace(",", "")) if NUMBER.fullmatch(plain) else None
 
 
@@ -57,13 +58,16 @@ def substring_match(answer: str, aliases: Sequence[str]) -> float:
 
 
 def f1(answer: str, aliases: Sequence[str]) -> float:
-    """Largest F1 over the aliases between bags of normalised words; two empty bags count as equal."""
+    """Largest F1 over the aliases between bags of normalised words; two empty bags count as equal.
+
+    'yes', 'no' and 'noanswer' match nothing but themselves (the evaluation scripts of HotpotQA and 2WikiMultihopQA).
+    """
     return max((_word_f1(normalize_answer(answer), normalize_answer(alias)) for alias in aliases), default=0.0)
 
 
 def _word_f1(answer: str, gold: str) -> float:
     answer_words, gold_words = answer.split(), gold.split()
-    if not answer_words or not gold_words:
+    if not answer_words or not gold_words or answer in CLOSED_ANSWERS or gold in CLOSED_ANSWERS:
         return float(answer_words == gold_words)
     num_shared = sum((Counter(answer_words) & Counter(gold_words)).values())
     return 2 * num_shared / (len(answer_words) + len(gold_words))

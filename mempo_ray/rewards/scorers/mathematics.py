@@ -1,0 +1,86 @@
+"""Mathematical answers (MATH, MATH-500, AIME, DAPO-Math): equal as expressions, by `math-verify` on sympy.
+
+sympy may run for ever on an expression like 9^(9^9), and math-verify's own timeouts are signals, which only a main
+thread gets. They are off: the registration asks for a process, and whoever runs it ends it at `reward.timeout_s`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+from mempo_ray.config.schema import Reward
+from mempo_ray.contracts import Scored
+from mempo_ray.rewards.contract import Response
+from mempo_ray.rewards.scorers.text import normalize_answer
+
+BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+ANSWER_LINE = re.compile(r"(?:final answer is|answer\s*:)\s*([^\n]+)", re.IGNORECASE)
+TEXT = re.compile(r"\\(?:text|textbf|mbox|mathrm|textrm)\s*\{([^{}]*)\}")
+WORDS = re.compile(r"[A-Za-z][A-Za-z '-]{3,}|[A-Za-z]+ [A-Za-z ]+")
+EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # else each call warns that its timeouts are off
+
+
+def score_math(response: Response, settings: Reward) -> Scored:
+    """1 where the final answer equals a gold alias as an expression.
+
+    extra: extracted, the final answer as text; None: there is none (no `<answer>`, no box, no 'Answer:' line).
+    """
+    answer = final_answer(response)
+    equal = answer is not None and any(is_equal(answer, alias) for alias in response.golds[0])
+    return Scored(float(equal), {"extracted": answer})
+
+
+def final_answer(response: Response) -> str | None:
+    """The last complete box in the `<answer>`, else all of it. Without an `<answer>`: the last complete box of the whole
+    text, else the last line 'Answer: …', the form that DAPO-Math asks for.
+    """
+    if response.answer is not None:
+        return last_box(response.answer) or response.answer
+    if (box := last_box(response.solution)) is not None:
+        return box
+    lines = ANSWER_LINE.findall(response.solution)
+    return lines[-1].strip() if lines else None
+
+
+def last_box(text: str) -> str | None:
+    r"""Content of the last complete `\boxed{…}`, braces balanced.
+
+    Example:
+        >>> last_box(r"\boxed{1} so \boxed{\frac{1}{2}} and \boxed{3")
+        '\\frac{1}{2}'
+    """
+    for start in reversed([match.end() for match in BOX.finditer(text)]):
+        depth = 1
+        for end in range(start, len(text)):
+            depth += (text[end] == "{") - (text[end] == "}")
+            if depth == 0:
+                return text[start:end].strip()
+    return None
+
+
+def is_equal(answer: str, gold: str) -> bool:
+    """Equal as words where the gold answer is words, else as expressions: to 6 decimals; units, % and $ are ignored.
+
+    Words must not become expressions: as a product of its letters, 'listen' is 'silent'.
+    """
+    answer, gold = _bare(answer), _bare(gold)
+    if answer == gold:
+        return bool(answer)
+    words = TEXT.sub(r"\1", gold)
+    if WORDS.fullmatch(words):
+        return normalize_answer(TEXT.sub(r"\1", answer)) == normalize_answer(words)
+    # what the policy wrote may be no expression at all, which is a wrong answer; a gold answer has to be one
+    golds = parse(f"\\boxed{{{gold}}}", EXTRACTION, parsing_timeout=0, raise_on_error=True)
+    answers = parse(f"\\boxed{{{answer}}}", EXTRACTION, parsing_timeout=0)
+    return verify(golds, answers, timeout_seconds=0, raise_on_error=True)
+
+
+def _bare(text: str) -> str:
+    """Without the box, dollar signs of math mode and a full stop around it."""
+    text = (last_box(text) or text).strip().removesuffix(".").strip()
+    return text[1:-1].strip() if len(text) > 1 and text[0] == text[-1] == "$" else text
