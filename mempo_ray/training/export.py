@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mempo_ray.contracts import TensorInfo, WeightManifest, WeightProof
+from mempo_ray.training.forest import plan_forest
 from mempo_ray.training.logprobs import row_logprobs
 from mempo_ray.training.model import full_tensors
 from mempo_ray.training.rows import Row
@@ -42,7 +43,7 @@ def prove(model: nn.Module, vocab_size: int, autocast: str, gang: Gang) -> Weigh
     """What this policy says about `proof_ids`; an engine that loaded it must say the same. Collective."""
     ids = proof_ids(vocab_size)
     row = Row(np.array(ids, np.int64), np.arange(1, len(ids)))
-    (logprobs,) = row_logprobs(model, [row], len(ids), autocast, gang)
+    (logprobs,) = row_logprobs(model, plan_forest([row], len(ids)), autocast, gang)
     return WeightProof(ids, tuple(logprobs.tolist()))
 
 

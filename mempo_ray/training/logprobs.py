@@ -1,65 +1,72 @@
-"""Log-probs of marked tokens: rows → packed micro-batches → one forward each.
+"""Log-probs of marked tokens: a forest's passes → one forward each.
 
-    rows ─ pack ─▶ MicroBatch ─ model(logits_to_keep = one before each target) ─▶ logits [K, vocab] ─▶ log-probs [K]
+    ForestPlan ─▶ MicroBatch ─ model(logits_to_keep = predictors) ─▶ logits [U, vocab] ─▶ log-probs [K]
 
 Ranks take part in every forward of every other: the number of passes is the largest of any rank, and a rank with
-fewer micro-batches runs a dummy row.
+fewer passes runs a dummy row.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mempo_ray.training.rows import DUMMY, Row, pack
+from mempo_ray.training.attention import TreeAttention, tree_attention
+from mempo_ray.training.forest import ForestPlan, Pass, plan_forest
+from mempo_ray.training.rows import DUMMY
 from mempo_ray.training.sharding import Gang
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Rows behind one another, no padding. `rows` are their indices in the caller's list; empty = a dummy pass."""
+    """A `forest.Pass` as tensors. `rows` are indices in the planned list; empty = a dummy pass."""
 
     rows: tuple[int, ...]
-    row_lengths: tuple[int, ...]
     ids: Tensor  # int64 [1, T]
-    position_ids: Tensor  # int64 [1, T], from 0 in each row
-    predictors: Tensor  # int64 [K]: where in T the logits of each target stand (one before it)
+    position_ids: Tensor  # int64 [1, T]: depths
+    attention: TreeAttention
+    predictors: Tensor  # int64 [U]: where in T logits are wanted
+    temperature: Tensor  # float32 [U]
+    slots: Tensor  # int64 [K]: which of the logits predicts each target
     targets: Tensor  # int64 [K]: ids
-    temperature: Tensor  # float32 [K]
-
-    @property
-    def num_targets(self) -> int:
-        return len(self.targets) if self.rows else 0
+    num_targets: list[int]  # of each row
 
 
-def micro_batches(rows: Sequence[Row], budget: int, gang: Gang) -> Iterator[MicroBatch]:
-    """Packed in the order given, then dummies until every rank has done the same number. Collective."""
-    groups = pack([len(row.ids_T) for row in rows], budget)
-    for index in range(int(gang.max(len(groups)))):
-        group = groups[index] if index < len(groups) else []
-        yield _micro_batch(tuple(group), [rows[i] for i in group] or [DUMMY], gang.device)
+def micro_batches(plan: ForestPlan, gang: Gang) -> Iterator[MicroBatch]:
+    """The plan's passes, then dummies until every rank has done the same number. Collective."""
+    for index in range(int(gang.max(len(plan.passes)))):
+        yield _micro_batch(plan.passes[index] if index < len(plan.passes) else _dummy(), gang.device)
 
 
-def _micro_batch(indices: tuple[int, ...], rows: Sequence[Row], device: torch.device) -> MicroBatch:
-    lengths = [len(row.ids_T) for row in rows]
-    offsets = np.cumsum([0, *lengths[:-1]])
-    numbers = {
-        "ids": np.concatenate([row.ids_T for row in rows])[None],
-        "position_ids": np.concatenate([np.arange(n) for n in lengths])[None],
-        "predictors": np.concatenate([row.targets_K + offset - 1 for row, offset in zip(rows, offsets, strict=True)]),
-        "targets": np.concatenate([row.ids_T[row.targets_K] for row in rows]),
-        "temperature": np.concatenate([np.full(len(row.targets_K), row.temperature, np.float32) for row in rows]),
-    }
-    return MicroBatch(indices, tuple(lengths), **{n: torch.from_numpy(a).to(device) for n, a in numbers.items()})
+def _dummy() -> Pass:
+    (dummy,) = plan_forest([DUMMY], 1).passes
+    return replace(dummy, rows=())
+
+
+def _micro_batch(one: Pass, device: torch.device) -> MicroBatch:
+    def put(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return MicroBatch(
+        rows=one.rows,
+        ids=put(one.ids_T)[None],
+        position_ids=put(one.depths_T)[None],
+        attention=tree_attention(one, device),
+        predictors=put(one.predictors_U),
+        temperature=put(one.temperature_U),
+        slots=put(one.slots_K),
+        targets=put(one.targets_K),
+        num_targets=list(one.num_targets),
+    )
 
 
 def target_logits(model: nn.Module, batch: MicroBatch, autocast: str) -> Tensor:
-    """Logits / temperature, [K, vocab], at least float32. The root module is called, as FSDP's hooks require."""
+    """Logits / temperature, [U, vocab], at least float32. The root module is called, as FSDP's hooks require."""
     cast = torch.autocast(batch.ids.device.type, torch.bfloat16) if autocast == "bfloat16" else contextlib.nullcontext()
     with cast:
         logits = model(
@@ -67,22 +74,22 @@ def target_logits(model: nn.Module, batch: MicroBatch, autocast: str) -> Tensor:
             position_ids=batch.position_ids,
             use_cache=False,
             logits_to_keep=batch.predictors,
-            row_lengths=batch.row_lengths,
+            tree=batch.attention,
         ).logits[0]
     return logits.to(torch.promote_types(logits.dtype, torch.float32)) / batch.temperature[:, None]
 
 
-def gather_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
-    """log softmax(logits)[targets]: [K, vocab], [K] → [K]."""
-    return torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0]
+def gather_logprobs(logits: Tensor, batch: MicroBatch) -> Tensor:
+    """log softmax(logits) of the batch's targets: [U, vocab] → [K]."""
+    return torch.log_softmax(logits, -1)[batch.slots, batch.targets]
 
 
 @torch.no_grad()
-def row_logprobs(model: nn.Module, rows: Sequence[Row], budget: int, autocast: str, gang: Gang) -> list[Tensor]:
-    """Log-probs [K] of each row's targets, on the CPU, in order. Collective; a rank may have no rows."""
-    result: list[Tensor] = []
-    for batch in micro_batches(rows, budget, gang):
-        logprobs = gather_logprobs(target_logits(model, batch, autocast), batch.targets).cpu()
-        if batch.rows:
-            result += logprobs.split([len(rows[i].targets_K) for i in batch.rows])
+def row_logprobs(model: nn.Module, plan: ForestPlan, autocast: str, gang: Gang) -> list[Tensor]:
+    """Log-probs [K] of the targets of each planned row, on the CPU, in the caller's order. Collective."""
+    result = [torch.empty(0)] * plan.num_rows
+    for batch in micro_batches(plan, gang):
+        logprobs = gather_logprobs(target_logits(model, batch, autocast), batch).cpu()
+        for row, own in zip(batch.rows, logprobs.split(batch.num_targets), strict=bool(batch.rows)):
+            result[row] = own
     return result

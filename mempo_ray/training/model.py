@@ -1,23 +1,21 @@
-"""A Hugging Face folder as a sharded causal language model with per-row attention.
+"""A Hugging Face folder as a sharded causal language model with forest attention.
 
     folder ─ empty model (meta) ─ fully_shard ─ each rank copies its shard of each tensor from safetensors
 
-So no rank ever holds more than one whole tensor. Rows are packed into one sequence without padding, and
-`packed_attention` keeps them apart: on one CPU core 790 tokens/s, as fast as a row at a time but in fewer passes, where
-a block-diagonal mask over the full square does 550.
+So no rank ever holds more than one whole tensor. Rows are packed into one sequence without padding; what each token
+sees is the caller's `tree` (training/attention.py), passed through transformers as a keyword argument.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -26,9 +24,10 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 
 from mempo_ray.config.schema import Policy
 from mempo_ray.errors import ConfigError
+from mempo_ray.training.attention import TreeAttention
 from mempo_ray.training.sharding import Gang, offloads, shard
 
-ATTENTION = "mempo_packed_rows"
+ATTENTION = "mempo_forest"
 _ARCHITECTURE_KEYS = (
     "model_type",
     "hidden_size",
@@ -41,31 +40,25 @@ _ARCHITECTURE_KEYS = (
 )
 
 
-def packed_attention(
+def forest_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    row_lengths: Sequence[int],
+    tree: TreeAttention,
     scaling: float | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each of the packed rows. query [1, H, T, D]; key, value [1, H_kv, T, D]; T = Σ rows.
+    """transformers' form of a `TreeAttention`. query [1, H, T, D]; key, value [1, H_kv, T, D]; result [1, T, H, D].
 
     No dropout, whatever the model's configuration says: the log-probs must be those of the sampler.
     """
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    lengths = list(row_lengths)
-    parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
-    out = [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling) for q, k, v in parts]
-    return torch.cat(out, 2).transpose(1, 2).contiguous(), None
+    return tree(query, key, value, scaling).transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(ATTENTION, packed_attention)
+AttentionInterface.register(ATTENTION, forest_attention)
 
 
 def architecture(config: PretrainedConfig) -> dict[str, object]:
@@ -78,7 +71,7 @@ def load_model(folder: Path, policy: Policy, gang: Gang, *, dtype: torch.dtype, 
 
     Raises:
         ConfigError: no such folder, a tensor is missing or has another shape, or the model has sliding-window
-            attention (which `packed_attention` does not do).
+            attention (which a tree's kernels do not do).
     """
     if not (folder / "config.json").is_file():
         raise ConfigError(f"policy.model: {folder} has no config.json; name a local Hugging Face folder")

@@ -38,6 +38,7 @@ from mempo_ray.contracts import (
 from mempo_ray.errors import ConfigError, DataError, TrainingError, WorkerFailed
 from mempo_ray.training import checkpoint
 from mempo_ray.training.export import export, prove
+from mempo_ray.training.forest import plan_forest
 from mempo_ray.training.logprobs import row_logprobs
 from mempo_ray.training.model import architecture, checksum, copy_weights, load_model
 from mempo_ray.training.rows import Limits, PolicyRow, Row, expand, policy_rows, supervised_rows
@@ -146,7 +147,8 @@ class PolicyRank:
     def _row_logprobs(self, model: torch.nn.Module | None, rows: list[Row]) -> list:
         if model is None:
             return []
-        tensors = row_logprobs(model, rows, self.settings.score_tokens, self.policy.autocast, self.gang)
+        plan = plan_forest(rows, self.settings.score_tokens)
+        tensors = row_logprobs(model, plan, self.policy.autocast, self.gang)
         return [tensor.float().numpy() for tensor in tensors]
 
     # -- optimiser steps ------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from mempo_ray.algo.kl import kl_estimate
 from mempo_ray.algo.policy_loss import Surrogate, Tokens, entropy, token_weights
 from mempo_ray.algo.registry import POLICY_LOSSES
 from mempo_ray.config.schema import Policy
+from mempo_ray.training.forest import ForestPlan, plan_forest
 from mempo_ray.training.logprobs import MicroBatch, gather_logprobs, micro_batches, row_logprobs, target_logits
 from mempo_ray.training.rows import PolicyRow, Row
 from mempo_ray.training.settings import RankSettings
@@ -87,8 +88,9 @@ def supervised_step(
 ) -> tuple[Applied, float]:
     """One step on loss = −Σ log π(target) / num_target_tokens (over all ranks). Returns the global loss too."""
     total = 0.0
-    for batch in micro_batches(rows, policy.micro_batch_tokens, gang):
-        logp = gather_logprobs(target_logits(model, batch, policy.autocast), batch.targets)
+    plan = plan_forest(rows, policy.micro_batch_tokens, share=policy.share_prefixes)
+    for batch in micro_batches(plan, gang):
+        logp = gather_logprobs(target_logits(model, batch, policy.autocast), batch)
         loss = -logp.sum() / num_target_tokens * bool(batch.rows)
         (loss * gang.world).backward()  # FSDP averages gradients over ranks
         total += loss.item()
@@ -132,8 +134,10 @@ class PolicyUpdate:
         return self.tally.metrics(self.gang)
 
     def _logprobs(self, model: nn.Module, rows: Sequence[PolicyRow]) -> list[Tensor]:
-        plain = [row.row for row in rows]
-        return row_logprobs(model, plain, self.policy.micro_batch_tokens, self.policy.autocast, self.gang)
+        return row_logprobs(model, self._plan(rows), self.policy.autocast, self.gang)
+
+    def _plan(self, rows: Sequence[PolicyRow]) -> ForestPlan:
+        return plan_forest([r.row for r in rows], self.policy.micro_batch_tokens, share=self.policy.share_prefixes)
 
     def _mini_batch(
         self, rows: Sequence[PolicyRow], old_logprobs: list[Tensor] | None, num_trajectories: int, lr: float
@@ -144,7 +148,7 @@ class PolicyUpdate:
         if num_tokens == 0 or (num_advantages == 0 and not has_other_terms):
             self.tally.num_flat += 1
             return
-        for batch in micro_batches([r.row for r in rows], self.policy.micro_batch_tokens, self.gang):
+        for batch in micro_batches(self._plan(rows), self.gang):
             chosen = [rows[i] for i in batch.rows]
             old = None if old_logprobs is None else [old_logprobs[i] for i in batch.rows]
             loss = self._loss(batch, chosen, old, num_trajectories, num_tokens)
@@ -162,11 +166,11 @@ class PolicyUpdate:
         """Σ_k w_k · (c_k · surrogate_k + β · kl_k − bonus · entropy_k) over the targets of this micro-batch."""
         a, device = self.algorithm, batch.ids.device
         logits = target_logits(self.model, batch, self.policy.autocast)
-        logp = gather_logprobs(logits, batch.targets)
+        logp = gather_logprobs(logits, batch)
         ref_logp = None
         if a.kl_coef > 0 and self.reference is not None:
             with torch.no_grad():
-                ref_logp = gather_logprobs(target_logits(self.reference, batch, self.policy.autocast), batch.targets)
+                ref_logp = gather_logprobs(target_logits(self.reference, batch, self.policy.autocast), batch)
         if not batch.rows:
             return logp.sum() * 0
 
@@ -183,7 +187,7 @@ class PolicyUpdate:
         if kl is not None:
             token_loss = token_loss + a.kl_coef * kl
         with torch.set_grad_enabled(a.entropy_bonus > 0):
-            entropies = entropy(logits)
+            entropies = entropy(logits)[batch.slots]
         token_loss = token_loss - a.entropy_bonus * entropies
 
         owners = np.repeat([r.trajectory_tokens for r in rows], lengths)

@@ -90,15 +90,16 @@ def results(folders) -> tuple[dict, list[dict]]:
     return load(one / "0.pt"), [load(two / f"{place}.pt") for place in range(2)]
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
-def test_log_probs_of_two_ranks_are_those_of_one_process(results, moment) -> None:
+@pytest.mark.parametrize(("moment", "tolerance"), [("before", 1e-5), ("after", 5e-5)])
+def test_log_probs_of_two_ranks_are_those_of_one_process(results, moment, tolerance) -> None:
+    """After four optimiser steps the weights themselves differ by rounding (up to 1e-5, below), which adds up."""
     one, two = results
     expected = dict(one[moment])
     found = dict(two[0][moment]) | dict(two[1][moment])
     assert found.keys() == expected.keys()
     for index, segments in found.items():
         for a, b in zip(segments, expected[index], strict=True):
-            assert abs(a - b).max() < 1e-5
+            assert abs(a - b).max() < tolerance
 
 
 @pytest.mark.parametrize("command", ["update", "idle_update", "supervised", "later_update"])
