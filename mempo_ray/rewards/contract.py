@@ -18,7 +18,7 @@ import inspect
 import itertools
 import math
 import numbers
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -150,28 +150,27 @@ def as_score(value: object, *, num_turns: int | None = None) -> Score:
         return value
     if isinstance(value, Scored):
         value = {**value.extra, "score": value.score, "process_scores": value.process_scores}
-    if not isinstance(value, Mapping):
-        value = {"score": value}
-    if "score" not in value:
-        return Unscored(f"dict without 'score': {sorted(map(str, value))}", "scorer_error")
-    if problem := _problem_of(value["score"]):
-        return Unscored(f"score {problem}", "scorer_error")
-    steps = value.get("process_scores")
-    if steps is not None:
-        steps = list(steps) if isinstance(steps, Iterable) else [steps]
-        if problem := next((f"process score {problem}" for step in steps if (problem := _problem_of(step))), ""):
-            return Unscored(problem, "scorer_error")
-        if num_turns not in (None, len(steps)):
-            return Unscored(f"{len(steps)} process scores for {num_turns} turns", "scorer_error")
-        steps = tuple(float(step) for step in steps)
-    extra = {str(key): _plain(item) for key, item in value.items() if key not in ("score", "process_scores")}
-    return Scored(float(value["score"]), extra, steps)
+    fields: Mapping[str, Any] = value if isinstance(value, Mapping) else {"score": value}
+    if "score" not in fields:
+        return Unscored(f"dict without 'score': {sorted(map(str, fields))}", "scorer_error")
+    given = fields.get("process_scores")
+    try:
+        score = _finite(fields["score"], "score")
+        steps = None if given is None else tuple(_finite(step, "process score") for step in given)
+    except (TypeError, ValueError, OverflowError) as error:
+        return Unscored(str(error), "scorer_error")
+    if steps is not None and num_turns not in (None, len(steps)):
+        return Unscored(f"{len(steps)} process scores for {num_turns} turns", "scorer_error")
+    extra = {str(key): _plain(item) for key, item in fields.items() if key not in ("score", "process_scores")}
+    return Scored(score, extra, steps)
 
 
-def _problem_of(number: object) -> str:
-    if not isinstance(number, numbers.Real | np.bool_):
-        return f"is a {type(number).__name__}, not a number"
-    return "" if math.isfinite(number) else f"is {float(number)}"
+def _finite(value: object, name: str) -> float:
+    if not isinstance(value, numbers.Real | np.bool_):
+        raise TypeError(f"{name} is a {type(value).__name__}, not a number")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} is {float(value)}")
+    return float(value)
 
 
 def _plain(value: object) -> object:

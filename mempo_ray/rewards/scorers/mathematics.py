@@ -36,8 +36,9 @@ def score_math(response: Response, settings: Reward) -> Scored:
 
 
 def final_answer(response: Response) -> str | None:
-    """The last complete box in the `<answer>`, else all of it. Without an `<answer>`: the last complete box of the whole
-    text, else the last line 'Answer: …', the form that DAPO-Math asks for.
+    """The last complete box in the `<answer>`, else all of it.
+
+    Without an `<answer>`: the last complete box of the whole text, else the last line 'Answer: …' (DAPO-Math's form).
     """
     if response.answer is not None:
         return last_box(response.answer) or response.answer

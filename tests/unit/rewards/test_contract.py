@@ -40,7 +40,8 @@ def test_a_finite_number_is_a_score(value):
 
 
 @pytest.mark.parametrize(
-    "value", [float("nan"), float("inf"), None, "1", [1.0], {"em": 1}, {"score": None}, Scored("x")]
+    "value",
+    [float("nan"), float("inf"), 10**400, None, "1", 1j, [1.0], (1.0, {}), {"em": 1}, {"score": None}, Scored("x")],
 )
 def test_anything_else_is_unscored_and_says_why(value):
     answer = as_score(value)
