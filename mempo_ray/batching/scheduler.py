@@ -25,9 +25,8 @@ from dataclasses import dataclass
 
 from mempo_ray.errors import Overloaded
 
-MAX_PADDING_SHARE = 0.1
-"""Of one padded micro-batch. Its tokens cost as much in two micro-batches, so a sparse queue is cut rather than padded;
-a long queue fills its micro-batches with neighbours, at a few per cent."""
+MAX_PADDING_SHARE = 0.05
+"""Of one padded micro-batch. Two short micro-batches compute fewer tokens than one that is padded further."""
 
 
 @dataclass(frozen=True)

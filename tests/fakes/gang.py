@@ -25,11 +25,14 @@ from mempo_ray.errors import DataError, MempoError, WorkerFailed
 class FakeRunner:
     """`cost` is the request's plain tokens. Requests named in `bad` fail; `gate` holds every micro-batch until set.
 
-    `pads`: counts as if every micro-batch were padded to its longest.
+    `pads`: counts as if every micro-batch were padded to its longest. `token_s`: seconds a token (for fake time).
     """
 
-    def __init__(self, *, bad: Sequence[str] = (), drop_results: int = 0, pads: bool = False) -> None:
+    def __init__(
+        self, *, bad: Sequence[str] = (), drop_results: int = 0, pads: bool = False, token_s: float = 0.0
+    ) -> None:
         self.pads = pads
+        self.token_s = token_s
         self.bad = set(bad)
         self.drop_results = drop_results
         self.gate = asyncio.Event()
@@ -45,6 +48,7 @@ class FakeRunner:
         self.micro_batches.append(tuple(r.id for r in requests))
         self.started.set()
         await self.gate.wait()
+        await asyncio.sleep(self.token_s * sum(self.cost(r) for r in requests))
         results: list[LogProbResult | MempoError] = [
             DataError(f"{r.id} is bad") if r.id in self.bad else LogProbResult(r.id, self.version, (np.zeros(1),))
             for r in requests

@@ -1,4 +1,4 @@
-"""The behaviour of the LogProbs and Policy ports, on the plain BatchExecutor over a fake gang.
+"""The behaviour of the LogProbs and Policy ports, on the plain BatchExecutor over a fake gang, in fake time.
 
 The first block holds the faults that were measured in another system's executor; each must be impossible here.
 """
@@ -6,9 +6,12 @@ The first block holds the faults that were measured in another system's executor
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mempo_ray.actors.batch_executor import BatchExecutor, GangRunner
 from mempo_ray.config.schema import BatchExecutor as Section
@@ -34,10 +37,16 @@ from mempo_ray.errors import (
     TrainingError,
     WorkerFailed,
 )
+from tests.fakes.fake_time import FakeTimeLoop, FakeTimePolicy
 from tests.fakes.gang import FakeGang
 from tests.fakes.handle import FakeHandle, is_dead, replace_ray
 
 pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.fixture(scope="module")
+def event_loop_policy() -> FakeTimePolicy:
+    return FakeTimePolicy()
 
 
 def request(name: object, tokens: int = 10, **kwargs) -> LogProbRequest:
@@ -45,7 +54,8 @@ def request(name: object, tokens: int = 10, **kwargs) -> LogProbRequest:
 
 
 def executor(gang: FakeGang, **settings) -> BatchExecutor:
-    return BatchExecutor(Section(**{"micro_batch_tokens": 40, "max_wait_s": 0.001, **settings}), gang)
+    section = Section(**{"micro_batch_tokens": 40, "max_wait_s": 0.001, **settings})
+    return BatchExecutor(section, gang, asyncio.get_running_loop().time)
 
 
 def plan(version: int = 0, num_items: int = 4) -> TrainPlan:
@@ -68,6 +78,24 @@ async def all_of(*calls) -> list:
 
 
 # -- faults of another executor -----------------------------------------------------------------------
+
+
+def test_64_submitters_that_block_the_6_threads_they_have_are_all_served_in_micro_batches_of_up_to_8():
+    loop, gang = asyncio.new_event_loop(), FakeGang()  # a real loop: threads do not wait in fake time
+    e = BatchExecutor(Section(micro_batch_tokens=80, max_wait_s=0.001), gang)
+
+    def submit(i: int) -> str:
+        return asyncio.run_coroutine_threadsafe(e.logprobs(request(i)), loop).result(timeout=20).id
+
+    with ThreadPoolExecutor(1) as host, ThreadPoolExecutor(6) as threads:
+        host.submit(loop.run_forever)
+        try:
+            assert list(threads.map(submit, range(64))) == [str(i) for i in range(64)]
+        finally:
+            asyncio.run_coroutine_threadsafe(e.close(), loop).result(timeout=20)
+            loop.call_soon_threadsafe(loop.stop)
+    loop.close()
+    assert max(len(batch) for batch in gang.micro_batches) <= 6  # never the 8 that were waited for elsewhere
 
 
 async def test_64_submitters_that_each_wait_are_all_served():
@@ -128,6 +156,30 @@ async def test_200_queued_items_keep_the_token_budget():
     assert {len(batch) for batch in gang.micro_batches} == {8}
 
 
+# -- what runs together -------------------------------------------------------------------------------
+
+
+async def test_siblings_run_together_although_others_came_between_them():
+    gang = FakeGang(num_ranks=2)
+    e = executor(gang)
+    order = ["a0", "b0", "a1", "b1", "c0", "a2", "c1", "b2", "a3", "b3"]
+    await all_of(*(e.logprobs(request(name, affinity=name[0])) for name in order))
+    assert gang.micro_batches[0] == ("a0", "a1", "a2", "a3", "b0", "b1", "b2", "b3")
+
+
+async def test_a_runner_that_pads_gets_similar_lengths_and_the_padding_is_counted():
+    lengths = np.minimum(300 * np.exp(np.random.default_rng(0).standard_normal(500)), 4096).astype(int)
+    shares = {}
+    for pads in (True, False):
+        e = executor(FakeGang(pads=pads), micro_batch_tokens=16384)
+        await all_of(*(e.logprobs(request(i, int(n))) for i, n in enumerate(lengths)))
+        stats = await e.stats()
+        shares[pads] = stats["executor/padding_share"]
+        assert stats["executor/num_answered"] == 500
+    assert 0 < shares[True] < 0.05
+    assert shares[False] == 0
+
+
 # -- waiting and refusing -----------------------------------------------------------------------------
 
 
@@ -176,6 +228,80 @@ async def test_a_set_is_held_until_it_is_complete_and_cut_in_order_of_ids():
     assert gang.micro_batches == []
     await all_of(*calls, e.logprobs(request(1)))
     assert gang.micro_batches == [("0", "1", "2", "3"), ("4", "5")]
+
+
+async def test_what_the_executor_has_done_is_told_once():
+    gang = FakeGang(bad=["1"], token_s=0.1)
+    e = executor(gang, max_wait_s=0.5)
+    await all_of(*(e.logprobs(request(i)) for i in range(6)))
+    stats = {name.removeprefix("executor/"): value for name, value in (await e.stats()).items()}
+    assert stats == pytest.approx(
+        {
+            "num_queued": 0,
+            "queued_tokens": 0,
+            "num_answered": 5,
+            "num_failed": 1,
+            "num_micro_batches": 2,
+            "tokens": 60,
+            "busy_s": 6,
+            "score_s": 6,
+            "wait_p50_s": 0,  # four run at once, two wait until those are done
+            "wait_p95_s": 4,
+            "wait_p99_s": 4,
+            "batch_fill": 60 / 80,
+            "padding_share": 0,
+            "items_per_s": 5 / 6,
+            "tokens_per_s": 10,
+        }
+    )
+    assert (await e.stats())["executor/num_answered"] == 0
+
+
+calls = st.tuples(
+    st.floats(0, 3),  # arrives
+    st.integers(1, 60),  # tokens
+    st.floats(0.1, 20),  # deadline
+    st.integers(0, 2),  # priority
+    st.sampled_from(["", "a", "b"]),
+    st.sampled_from(["", "", "", "bad", "cancelled"]),
+)
+
+
+@given(st.lists(calls, max_size=40), st.integers(1, 3), st.lists(st.floats(0, 4), max_size=3))
+def test_every_call_ends_by_its_deadline_in_its_own_answer_or_its_own_error(arrivals, num_ranks, updates):
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        gang = FakeGang(num_ranks, bad=[str(i) for i, call in enumerate(arrivals) if call[5] == "bad"], token_s=0.02)
+        e = executor(gang, max_wait_s=0.2)
+
+        async def call(number: int, at_s, tokens, deadline_s, priority, affinity, fate) -> None:
+            await asyncio.sleep(at_s)
+            asking = request(number, tokens, deadline_s=deadline_s, priority=priority, affinity=affinity)
+            task = asyncio.create_task(e.logprobs(asking))
+            if fate == "cancelled":
+                loop.call_later(0.1, task.cancel)
+            (answer,) = await all_of(task)
+            assert loop.time() <= at_s + deadline_s + 1e-6
+            if isinstance(answer, BaseException):
+                expected = {"bad": DataError, "cancelled": asyncio.CancelledError}.get(fate, DeadlineExceeded)
+                assert isinstance(answer, expected | DeadlineExceeded)
+            else:
+                assert answer.id == str(number)
+                assert fate != "bad"
+
+        async def update(at_s: float) -> None:
+            await asyncio.sleep(at_s)
+            await e.freeze_reference()
+
+        await asyncio.gather(*(call(i, *a) for i, a in enumerate(arrivals)), *map(update, updates))
+        await e.close()
+        served = [name for batch in gang.micro_batches for name in batch]
+        assert len(served) == len(set(served))
+        assert gang.journal.count("FreezeReferenceCommand@0") == len(updates)
+        assert (await e.stats())["executor/queued_tokens"] == 0
+
+    with asyncio.Runner(loop_factory=FakeTimeLoop) as runner:
+        runner.run(scenario())
 
 
 # -- one order of commands ----------------------------------------------------------------------------

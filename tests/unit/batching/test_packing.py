@@ -6,7 +6,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mempo_ray.batching.packing import score_shares, sft_shares, split_between_ranks, train_shares
+from mempo_ray.batching.packing import (
+    AFFINITY_SLACK,
+    score_shares,
+    sft_shares,
+    split_between_ranks,
+    split_by_affinity,
+    train_shares,
+)
 from mempo_ray.contracts import (
     EndReason,
     LogProbRequest,
@@ -39,6 +46,35 @@ def test_every_index_goes_to_one_rank_in_order_and_shares_are_balanced(costs, nu
 def test_equal_costs_fall_to_the_lower_rank_first():
     assert split_between_ranks([1, 1, 1], 2) == [(0, 2), (1,)]
     assert split_between_ranks([], 2) == [(), ()]
+
+
+def loads_of(shares, costs) -> list[int]:
+    return [sum(costs[i] for i in share) for share in shares]
+
+
+@given(st.lists(st.tuples(st.integers(1, 1000), st.sampled_from(["", "a", "b", "c"])), max_size=40), st.integers(1, 5))
+def test_a_split_by_affinity_loses_nobody_and_is_nearly_as_balanced_as_the_plain_one(items, num_ranks):
+    costs, affinities = [cost for cost, _ in items], [affinity for _, affinity in items]
+    shares = split_by_affinity(costs, affinities, num_ranks)
+    assert sorted(i for share in shares for i in share) == list(range(len(costs)))
+    assert all(list(share) == sorted(share) for share in shares)
+    plain = split_between_ranks(costs, num_ranks)
+    assert max(loads_of(shares, costs)) <= AFFINITY_SLACK * max(loads_of(plain, costs))
+
+
+def test_siblings_share_a_rank():
+    costs, affinities = [5, 4, 6, 5, 5, 5, 6, 4], ["a", "b", "a", "b", "a", "b", "a", "b"]
+    assert split_by_affinity(costs, affinities, 2) == [(0, 2, 4, 6), (1, 3, 5, 7)]
+
+
+def test_a_group_that_is_too_large_for_one_rank_is_split_and_the_rest_of_it_stays_together():
+    assert split_by_affinity([1] * 8, ["a"] * 6 + ["b"] * 2, 2) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+
+
+def test_balance_comes_before_affinity():
+    costs = [10, 9, 1, 1]  # together "a" would weigh 19 of 21
+    shares = split_by_affinity(costs, ["a", "a", "", ""], 2)
+    assert sorted(loads_of(shares, costs)) == [10, 11]
 
 
 def test_a_payload_that_two_requests_of_a_rank_read_is_sent_once():

@@ -6,12 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mempo_ray.batching.scheduler import Decision, Limits, Scheduler, Ticket
+from mempo_ray.batching.scheduler import MAX_PADDING_SHARE, Decision, Limits, Scheduler, Ticket
 from mempo_ray.errors import Overloaded
 
 
-def scheduler(budget: int = 100, num_ranks: int = 1, max_wait_s: float = 1.0, max_queued: int = 10_000) -> Scheduler:
-    return Scheduler(Limits(budget, num_ranks, max_wait_s, max_queued))
+def scheduler(
+    budget: int = 100, num_ranks: int = 1, max_wait_s: float = 1.0, max_queued: int = 10_000, pads: bool = False
+) -> Scheduler:
+    return Scheduler(Limits(budget, num_ranks, max_wait_s, max_queued, pads))
 
 
 def ticket(number: int, cost: int = 10, at: float = 0.0, **kwargs) -> Ticket:
@@ -22,8 +24,12 @@ def numbers(decision: Decision) -> list[int]:
     return [t.number for t in decision.batch]
 
 
-def fits(batch: tuple[Ticket, ...], budget: int, num_ranks: int) -> bool:
+def fits(batch: tuple[Ticket, ...], budget: int, num_ranks: int, pads: bool) -> bool:
     """Some greedy assignment keeps every rank within the budget, or a rank holds one dear ticket alone."""
+    if pads:
+        longest = max(t.cost for t in batch)
+        is_padded_little = sum(t.cost for t in batch) >= (1 - MAX_PADDING_SHARE) * len(batch) * longest
+        return len(batch) == 1 or (is_padded_little and -(-len(batch) // num_ranks) * longest <= budget)
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     for t in batch:
         min(ranks, key=sum).append(t.cost)
@@ -73,6 +79,32 @@ def test_lower_priority_numbers_are_served_first():
     for i, priority in enumerate([1, 1, 0, 0]):
         s.submit(ticket(i, priority=priority))
     assert numbers(s.decide(0.0)) == [2, 3]
+
+
+def test_siblings_move_up_behind_the_first_of_them():
+    s = scheduler(budget=40)
+    for i, affinity in enumerate(["", "a", "b", "a", "b", "a"]):
+        s.submit(ticket(i, affinity=affinity))
+    assert numbers(s.decide(0.0)) == [0, 1, 3, 5]
+    assert numbers(s.decide(1.0)) == [2, 4]
+
+
+def test_siblings_of_a_worse_priority_do_not_move_up():
+    s = scheduler(budget=20)
+    for i, (priority, affinity) in enumerate([(0, "a"), (1, "a"), (0, "b"), (1, "b")]):
+        s.submit(ticket(i, priority=priority, affinity=affinity))
+    assert numbers(s.decide(0.0)) == [0, 2]
+    assert numbers(s.decide(0.0)) == [1, 3]
+
+
+def test_padded_micro_batches_hold_similar_lengths_and_count_their_padding_into_the_budget():
+    s = scheduler(budget=300, pads=True)
+    for i, cost in enumerate([100, 10, 98, 10, 97, 96]):
+        s.submit(ticket(i, cost=cost))
+    assert numbers(s.decide(0.0)) == [0, 2, 4]  # 4 × 100 would be 400
+    assert s.decide(0.0).batch == ()  # what is left waits for company
+    assert numbers(s.decide(1.0)) == [1, 3]
+    assert numbers(s.decide(1.0)) == [5]
 
 
 def test_lanes_do_not_mix():
@@ -164,24 +196,38 @@ def test_a_set_is_cut_alike_whatever_the_order_of_arrival(order, costs):
     assert cuts(order) == cuts(range(9))
 
 
-arrivals = st.lists(  # cost, priority, gap to the one before, lane, cancelled at once
-    st.tuples(st.integers(1, 150), st.integers(0, 2), st.floats(0, 2), st.sampled_from("ab"), st.booleans()),
+arrivals = st.lists(  # cost, priority, gap_s to the one before, lane, affinity, cancelled at once
+    st.tuples(
+        st.integers(1, 150),
+        st.integers(0, 2),
+        st.floats(0, 2),
+        st.sampled_from("xy"),
+        st.sampled_from(["", "a", "b"]),
+        st.booleans(),
+    ),
     max_size=60,
 )
 
 
-@given(arrivals, st.integers(1, 3))
-def test_nothing_is_lost_or_doubled_and_every_micro_batch_keeps_the_budget(events, num_ranks):
-    s = scheduler(budget=100, num_ranks=num_ranks, max_wait_s=1.0)
+def arrive(s: Scheduler, number: int, at: float, event: tuple, **kwargs) -> Ticket:
+    cost, priority, _, lane, affinity, _ = event
+    t = ticket(number, cost=cost, at=at, priority=priority, lane=lane, affinity=affinity, **kwargs)
+    s.submit(t)
+    return t
+
+
+@given(arrivals, st.integers(1, 3), st.booleans())
+def test_nothing_is_lost_or_doubled_and_every_micro_batch_keeps_the_budget(events, num_ranks, pads):
+    s = scheduler(budget=100, num_ranks=num_ranks, max_wait_s=1.0, pads=pads)
     now, submitted, served, cancelled = 0.0, set(), [], set()
-    for number, (cost, priority, gap, lane, cancel) in enumerate(events):
-        now += gap
-        s.submit(ticket(number, cost=cost, at=now, priority=priority, lane=lane))
+    for number, event in enumerate(events):
+        now += event[2]
+        arrive(s, number, now, event)
         submitted.add(number)
-        if cancel and s.cancel(number):
+        if event[-1] and s.cancel(number):
             cancelled.add(number)
         while batch := s.decide(now).batch:
-            assert fits(batch, 100, num_ranks)
+            assert fits(batch, 100, num_ranks, pads)
             assert len({t.lane for t in batch}) == 1
             served += [t.number for t in batch]
     while batch := s.decide(now + 1.0).batch:
@@ -190,14 +236,59 @@ def test_nothing_is_lost_or_doubled_and_every_micro_batch_keeps_the_budget(event
     assert (len(s), s.queued_tokens) == (0, 0)
 
 
-@given(arrivals)
-def test_nobody_waits_longer_than_the_longest_wait_when_the_ranks_are_free(events):
-    s = scheduler(budget=100, max_wait_s=1.0)
+@given(arrivals, st.booleans())
+def test_nobody_waits_longer_than_the_longest_wait_when_the_ranks_are_free(events, pads):
+    s = scheduler(budget=100, max_wait_s=1.0, pads=pads)
     now = 0.0
-    for number, (cost, priority, gap, lane, _) in enumerate(events):
-        target = now + gap
+    for number, event in enumerate(events):
+        target = now + event[2]
         while ((decision := s.decide(now)).wake_at_s is not None and decision.wake_at_s <= target) or decision.batch:
             assert all(now - t.arrived_s <= 1.0 + 1e-9 for t in decision.batch)
             now = now if decision.batch else decision.wake_at_s
         now = target
-        s.submit(ticket(number, cost=cost, at=now, priority=priority, lane=lane))
+        arrive(s, number, now, event)
+
+
+@given(arrivals, st.integers(1, 3), st.booleans())
+def test_every_micro_batch_holds_the_first_of_its_lane_whatever_company_moved_up(events, num_ranks, pads):
+    """So a request waits for at most as many micro-batches of its lane as there were requests before it."""
+    s = scheduler(budget=100, num_ranks=num_ranks, pads=pads)
+    waiting = {number: arrive(s, number, 0.0, event) for number, event in enumerate(events)}
+    while batch := s.decide(1.0).batch:
+        in_lane = [t for t in waiting.values() if t.lane == batch[0].lane]
+        assert min(in_lane, key=lambda t: (t.priority, t.number)) in batch
+        for t in batch:
+            del waiting[t.number]
+    assert not waiting
+
+
+@given(arrivals, st.booleans(), st.floats(2, 40))
+def test_nobody_starves_behind_a_stream_of_better_priority(events, pads, patience_s):
+    """The ranks serve one micro-batch a second, and every second brings more than that of priority 0."""
+    s = scheduler(budget=100, pads=pads)
+    patience_s += 2 * len(events)  # in the half of it, all of them can be served
+    left = {arrive(s, number, 0.0, event, deadline_s=patience_s).number for number, event in enumerate(events)}
+    now, number = 0.0, len(events)
+    while left:
+        for _ in range(2):
+            s.submit(ticket(number := number + 1, cost=100, at=now, lane="x", deadline_s=now + 10_000))
+        decision = s.decide(now)
+        assert not decision.expired
+        left -= {t.number for t in decision.batch}
+        now += 1.0
+
+
+@given(arrivals, st.floats(0.5, 5))
+def test_a_request_leaves_at_its_deadline_at_the_latest_and_is_told_once(events, patience_s):
+    s = scheduler(budget=100, max_wait_s=3.0)
+    now, ended = 0.0, []
+    for number, event in enumerate(events):
+        now += event[2]
+        arrive(s, number, now, event, deadline_s=now + patience_s)
+        decision = s.decide(now)
+        assert all(t.deadline_s > now for t in decision.batch)
+        assert all(t.deadline_s <= now for t in decision.expired)
+        ended += [t.number for t in (*decision.batch, *decision.expired)]
+    decision = s.decide(now + patience_s)
+    ended += [t.number for t in decision.expired]
+    assert (decision.batch, sorted(ended)) == ((), list(range(len(events))))
