@@ -48,15 +48,15 @@ def split_between_ranks(costs: Sequence[int], num_ranks: int) -> list[tuple[int,
 
 
 AFFINITY_SLACK = 1.1
-"""How much longer the longest share may become for tokens that are computed once instead of on several ranks."""
+"""How much longer than in the plain split the longest share may be, for tokens that are computed once."""
 
 
 def split_by_affinity(costs: Sequence[int], affinities: Sequence[str], num_ranks: int) -> list[tuple[int, ...]]:
     """As `split_between_ranks`, but items of one affinity ("" = none) stay together where ranks stay balanced.
 
-    The dearest group comes first. An item follows its group while that rank holds at most an even share; else it goes
-    to the least loaded rank, and the rest of the group after it. Where this makes the largest share longer than
-    `AFFINITY_SLACK` times that of the plain split, the plain split it is.
+    The dearest group comes first. An item follows its group while that share stays within `AFFINITY_SLACK` times the
+    longest of the plain split; else it goes to the least loaded rank, and the rest of the group after it. Where a share
+    exceeds that all the same, the plain split it is.
 
     Example:
         >>> split_by_affinity([3, 3, 3, 3], ["a", "b", "a", "b"], 2)
@@ -66,18 +66,17 @@ def split_by_affinity(costs: Sequence[int], affinities: Sequence[str], num_ranks
     groups: dict[object, list[int]] = {}
     for index, affinity in enumerate(affinities):
         groups.setdefault(affinity or index, []).append(index)
-    even = max(-(-sum(costs) // num_ranks), max(costs, default=0))
+    most = AFFINITY_SLACK * max(sum(costs[i] for i in share) for share in plain)
     loads = [0] * num_ranks
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     for members in sorted(groups.values(), key=lambda g: (-sum(costs[i] for i in g), g[0])):
         rank = loads.index(min(loads))
         for index in members:
-            if loads[rank] + costs[index] > even:
+            if loads[rank] + costs[index] > most:
                 rank = loads.index(min(loads))
             shares[rank].append(index)
             loads[rank] += costs[index]
-    longest = max(sum(costs[i] for i in share) for share in plain)
-    return [tuple(sorted(share)) for share in shares] if max(loads) <= AFFINITY_SLACK * longest else plain
+    return [tuple(sorted(share)) for share in shares] if max(loads) <= most else plain
 
 
 def score_shares(requests: Sequence[LogProbRequest], split: Sequence[Sequence[int]]) -> list[RankShare]:
