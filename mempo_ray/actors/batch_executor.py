@@ -54,6 +54,7 @@ from mempo_ray.errors import (
     TrainingError,
     WorkerFailed,
 )
+from mempo_ray.training.rows import DUMMY
 
 T = TypeVar("T")
 
@@ -202,8 +203,8 @@ class GangRunner:
         self.version = version
 
     def cost(self, request: LogProbRequest) -> int:
-        """The ranks expand a forest to plain sequences."""
-        return max(1, request.num_plain_tokens)
+        """The ranks run every segment once, and less where requests begin alike."""
+        return request.num_forest_tokens
 
     async def run(self, requests: Sequence[LogProbRequest]) -> Ran[LogProbResult]:
         costs = [self.cost(r) for r in requests]
@@ -217,7 +218,10 @@ class GangRunner:
             for i, value in zip(indices, values, strict=True):
                 failed = isinstance(value, str)
                 results[i] = DataError(f"log-probs of {requests[i].id}: {value}") if failed else value
-        return Ran([results[i] for i in range(len(requests))], sum(costs), 0)
+        most_passes = max(reply.num_passes for reply in replies)
+        num_padded_tokens = len(DUMMY.ids_T) * sum(most_passes - reply.num_passes for reply in replies)
+        num_tokens = sum(reply.num_tokens for reply in replies) + num_padded_tokens
+        return Ran([results[i] for i in range(len(requests))], num_tokens, num_padded_tokens)
 
     async def execute(self, shares: Sequence[RankShare]) -> list[CommandReply]:
         """A push that an engine's death holds in a collective has the deadline of its sync, not of a whole update."""

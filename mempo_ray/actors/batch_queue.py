@@ -132,15 +132,18 @@ class BatchQueue(Generic[RequestT, ResultT]):
     def take_stats(self) -> dict[str, float]:
         """The queue now, and what happened since the last call.
 
-        Now: num_queued, queued_tokens. Counts: num_answered, num_failed, num_micro_batches, tokens (computed).
-        Seconds: busy_s (micro-batches and jobs), score_s (micro-batches), wait_p50_s, wait_p95_s, wait_p99_s (in the
-        queue). Shares: batch_fill (of the token budget, mean over micro-batches), padding_share (of the tokens
-        computed). Rates per second of score_s: items_per_s, tokens_per_s.
+        now       num_queued, queued_tokens
+        counts    num_answered, num_failed, num_micro_batches, tokens (computed)
+        seconds   busy_s (micro-batches and jobs), score_s (micro-batches), wait_p50_s, wait_p95_s, wait_p99_s (queued)
+        shares    batch_fill (tokens asked for / budget), merged_share (of the tokens asked for, computed with those of
+                  another request), padding_share (of the tokens computed)
+        rates     items_per_s, tokens_per_s: per second of score_s
         """
         counted, self._counters = self._counters, defaultdict(float)
         waits_s, self._waits_s = self._waits_s or [0.0], []
         p50, p95, p99 = np.percentile(waits_s, (50, 95, 99)).tolist()
         names = ("num_answered", "num_failed", "num_micro_batches", "tokens", "busy_s", "score_s")
+        merged = counted["filled_tokens"] - (counted["tokens"] - counted["padded_tokens"])
         score_s = max(1e-9, counted["score_s"])
         return {name: counted[name] for name in names} | {
             "num_queued": float(len(self._scheduler)),
@@ -149,6 +152,7 @@ class BatchQueue(Generic[RequestT, ResultT]):
             "wait_p95_s": p95,
             "wait_p99_s": p99,
             "batch_fill": counted["filled_tokens"] / max(1.0, counted["budget_tokens"]),
+            "merged_share": merged / max(1.0, counted["filled_tokens"]),
             "padding_share": counted["padded_tokens"] / max(1.0, counted["tokens"]),
             "items_per_s": counted["num_answered"] / score_s,
             "tokens_per_s": counted["tokens"] / score_s,

@@ -109,6 +109,8 @@ class CommandReply:
     sequence: int
     version: int
     value: object = None
+    num_tokens: int = 0  # that a ScoreCommand ran on this rank, in so many forwards; its dummy passes not included
+    num_passes: int = 0
 
 
 class SftBatch(Batch):

@@ -85,6 +85,7 @@ class PolicyRank:
         self.next_sequence = self.schedule_step = 0
         self.version = version
         self.push = push or _no_push
+        self._num_tokens = self._num_passes = 0
 
     def run(self, sequence: int, command: Command, *payloads: Batch) -> CommandReply:
         """Obey one command.
@@ -98,8 +99,9 @@ class PolicyRank:
                 f"({type(command).__name__}); the gang must be restarted"
             )
         self.next_sequence += 1
+        self._num_tokens = self._num_passes = 0
         value = self._do(command, payloads)
-        return CommandReply(sequence, self.version, value)
+        return CommandReply(sequence, self.version, value, self._num_tokens, self._num_passes)
 
     def _do(self, command: Command, payloads: tuple[Batch, ...]) -> object:
         match command:
@@ -148,6 +150,7 @@ class PolicyRank:
         if model is None:
             return []
         plan = plan_forest(rows, self.settings.score_tokens)
+        self._num_tokens, self._num_passes = plan.num_tokens, len(plan.passes)
         tensors = row_logprobs(model, plan, self.policy.autocast, self.gang)
         return [tensor.float().numpy() for tensor in tensors]
 

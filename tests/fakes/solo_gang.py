@@ -25,12 +25,12 @@ class SoloGang:
         self.version = rank.version
 
     def cost(self, request: LogProbRequest) -> int:
-        return max(1, request.num_plain_tokens)
+        return request.num_forest_tokens
 
     async def run(self, requests: Sequence[LogProbRequest]) -> Ran[LogProbResult]:
         (reply,) = await self.execute(score_shares(requests, [range(len(requests))]))
         results = [DataError(value) if isinstance(value, str) else value for value in reply.value]
-        return Ran(results, sum(self.cost(r) for r in requests), 0)
+        return Ran(results, reply.num_tokens, 0)
 
     async def execute(self, shares: Sequence[RankShare]) -> list[CommandReply]:
         (share,) = shares

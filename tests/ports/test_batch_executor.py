@@ -249,6 +249,7 @@ async def test_what_the_executor_has_done_is_told_once():
             "wait_p95_s": 4,
             "wait_p99_s": 4,
             "batch_fill": 60 / 80,
+            "merged_share": 0,
             "padding_share": 0,
             "items_per_s": 5 / 6,
             "tokens_per_s": 10,

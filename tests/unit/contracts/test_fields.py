@@ -10,7 +10,7 @@ from mempo_ray.contracts import SPAN_NAMES, Batch, EndReason, SftBatch, Trajecto
 
 FIELDS = {
     "Column": "kind dtype meaning",
-    "CommandReply": "sequence version value",
+    "CommandReply": "sequence version value num_tokens num_passes",
     "EpisodeRequest": "task sibling seed attempt greedy forced_memory_S",
     "Finished": "summary payload",
     "FreezeReferenceCommand": "",
