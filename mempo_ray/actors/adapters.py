@@ -103,7 +103,7 @@ class RayPolicy:
     async def __call__(self, request: LogProbRequest) -> LogProbResult:
         """The request's deadline counts from its admission: until the executor's queue has room, it waits here."""
         in_set, self._set_missing = self._set_missing > 0, max(0, self._set_missing - 1)
-        room = nullcontext() if in_set else self._room.held(request.num_forest_tokens)  # a set waits for all its members
+        room = nullcontext() if in_set else self._room.held(request.num_forest_tokens)  # a set waits for its members
         async with room, self._turns.held_by("policy"):
             call = self._executor.logprobs.remote(request)
             try:
