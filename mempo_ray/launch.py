@@ -31,6 +31,7 @@ from mempo_ray.observability.timing import StageTimer
 from mempo_ray.placement.plan import make_plan
 from mempo_ray.placement.reserve import cluster_shape
 from mempo_ray.ports import MetricSink
+from mempo_ray.rewards.rows import row_check
 from mempo_ray.session import Session
 
 
@@ -65,8 +66,9 @@ async def open_session(config: Config, *, with_engines: bool = True) -> AsyncGen
             config, cluster_shape(config.placement.cluster_shape), read_model_shape(config.policy.model)
         ).require()
         model_dir = model_folder(config.policy.model)
-        train_tasks = read_tasks(config.data.train, config.data.question_key, config.data.answer_key)
-        held_out = read_tasks(config.data.eval, config.data.question_key, config.data.answer_key)
+        columns = config.data.question_key, config.data.answer_key
+        train_tasks = read_tasks(config.data.train, *columns, row_check(config.reward))
+        held_out = read_tasks(config.data.eval, *columns, row_check(config.reward))
         fleet = await stack.enter_async_context(
             open_fleet(config, plan, model_dir, folder, synthetic_passages(config), with_engines=with_engines)
         )

@@ -16,13 +16,14 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 
+from mempo_ray.actors.retrieval_errors import typed_errors
+from mempo_ray.actors.search_record import read_record
 from mempo_ray.agent.prompt import Renderer
 from mempo_ray.agent.tokenizer import FileTokenizer
 from mempo_ray.agent.tools import TOOLS
@@ -39,10 +40,10 @@ from mempo_ray.observability.mirror import Mirror, find_checkpoint
 from mempo_ray.placement.machine import this_machine
 from mempo_ray.placement.plan import ClusterShape, Plan, make_plan, read_cluster_shape
 from mempo_ray.rewards.registry import MANAGERS, SCORERS
-from retrieval_index import manifest
+from mempo_ray.rewards.rows import row_check
 from retrieval_index.corpus import read_corpus
-from retrieval_index.encoder import Encoder, make_encoder, make_recorded_encoder
-from retrieval_index.errors import RetrievalIndexError
+from retrieval_index.encoder import Encoder, make_encoder
+from retrieval_index.retriever import check_index
 
 TRACKERS = {
     "aim": "aim",
@@ -261,7 +262,7 @@ def check_prompts(config: Config, renderer: Renderer, model: Path, tasks: Sequen
 def _tasks(config: Config, which: str) -> list[Task]:
     source = getattr(config.data, which)
     try:
-        return read_tasks(source, config.data.question_key, config.data.answer_key)
+        return read_tasks(source, config.data.question_key, config.data.answer_key, row_check(config.reward))
     except DataError as error:
         raise DataError(f"data.{which}: {error}") from None
 
@@ -275,23 +276,17 @@ def check_probes(config: Config, held_out: Sequence[Task]) -> None:
         )
 
 
-@contextmanager
-def _index_errors():
-    """Errors of the index package, with this configuration's keys."""
-    try:
-        yield
-    except RetrievalIndexError as error:
-        key = error.field if error.field in ("corpus", "encoder", "embeddings", "index") else "index"
-        raise DataError(f"retrieval.{key}: {error.problem}. Remedy: {error.remedy}.") from None
-
-
 def check_retrieval(config: Config) -> None:
-    """The index belongs to the encoder, or the corpus can be read and prepared vectors fit it."""
+    """The index belongs to the encoder, or the corpus can be read and prepared vectors fit it; or a record is there."""
     retrieval = config.retrieval
-    with _index_errors():
+    if retrieval.mode == "replay":
+        read_record(Path(retrieval.record))
+        return
+    if retrieval.backend == "http":
+        return
+    with typed_errors():
         if retrieval.index:
-            encoder = make_recorded_encoder(manifest.load(retrieval.index).encoder, retrieval.encoder)
-            manifest.check(retrieval.index, encoder_fingerprint=encoder.fingerprint, dim=encoder.dim)
+            check_index(retrieval.index, encoder=retrieval.encoder)
             return
         encoder = make_encoder(retrieval.encoder)
         if is_synthetic(retrieval.corpus):

@@ -22,7 +22,7 @@ from mempo_ray.agent.prompt import Renderer
 from mempo_ray.agent.tokenizer import FileTokenizer
 from mempo_ray.config.load import load_file
 from mempo_ray.config.models import model_folder, read_model_shape
-from mempo_ray.config.schema import Config
+from mempo_ray.config.schema import Config, Reward
 from mempo_ray.contracts import EpisodeRequest, Task, Trajectory
 from mempo_ray.data.tasks import read_tasks
 from mempo_ray.errors import ConfigError, InfrastructureError
@@ -34,6 +34,7 @@ from mempo_ray.observability.progress import Display, make_display
 from mempo_ray.observability.run_folder import COMPLETE, RunFolder
 from mempo_ray.placement.plan import make_plan
 from mempo_ray.placement.reserve import cluster_shape
+from mempo_ray.rewards.rows import row_check
 
 EXPORT = "hf"
 """Folder of a checkpoint that holds its model (training/checkpoint.py)."""
@@ -133,7 +134,8 @@ async def evaluate(checkpoint: Path, data: str, file: Path | None, overrides: Se
         InfrastructureError: more than `run.max_excluded_share` of the episodes were broken; with the reasons.
     """
     config = served_config(checkpoint, file, overrides)
-    tasks = read_tasks(data, config.data.question_key, config.data.answer_key)
+    measured = row_check(Reward(scorer="exact_match"))
+    tasks = read_tasks(data, config.data.question_key, config.data.answer_key, measured)
     check(config, tasks)
     display = make_display(0, Console(stderr=True))
     try:

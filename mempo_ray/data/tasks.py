@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import json
 import random
-import re
-import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,36 +21,58 @@ from mempo_ray.contracts.trajectory import Task
 from mempo_ray.data.world import is_synthetic, synthetic_tasks
 from mempo_ray.errors import DataError
 
-OBJECTIVE_SEPARATOR = ";"
+MAX_LISTED = 5  # rows in one message
 KEPT_COLUMNS = ("supporting_ids",)
 """Columns beside ``metadata`` that travel in ``Task.metadata``."""
 
 
-def read_tasks(source: str, question_key: str = "question", answer_key: str = "golden_answers") -> list[Task]:
+def read_tasks(
+    source: str,
+    question_key: str = "question",
+    answer_key: str = "golden_answers",
+    check: Callable[[Task], Task] = lambda task: task,
+) -> list[Task]:
     """All tasks of a source, in file order.
 
     Args:
         source: a .jsonl or .parquet file, or "synthetic:train" / "synthetic:eval" (with ?seed=…, see data/world.py).
         question_key: column of the question.
         answer_key: column of the gold answer(s).
+        check: raises DataError for a task that nobody could score, or returns it with the golds that can be matched
+            (`rewards.rows.row_check`).
 
     Raises:
-        DataError: no such file, or a row that cannot be a task; names the file, the row (1 = first) and the remedy.
+        DataError: no such file, or rows that cannot be tasks; names the file, the first few of them (1 = first row)
+            and the remedy of each.
     """
     if is_synthetic(source):
         return synthetic_tasks(source)
     path = Path(source)
-    tasks, seen = [], {}
-    for number, row in enumerate(_read_rows(path), start=1):
-        where = f"{path}, row {number}"
-        task = _task_of_row(row, question_key, answer_key, f"{path.stem}-{number}", where)
-        if task.task_id in seen:
-            raise DataError(f"{where}: id {task.task_id!r} is already row {seen[task.task_id]}; ids must be different")
-        seen[task.task_id] = number
-        tasks.append(task)
+    tasks: dict[str, Task] = {}
+    numbers: dict[str, int] = {}  # task id → row
+    problems: list[str] = []
+    for number, raw in enumerate(_raw_rows(path), start=1):
+        try:
+            task = check(_task_of_row(_parsed(raw), question_key, answer_key, f"{path.stem}-{number}"))
+            if task.task_id in tasks:
+                raise DataError(f"id {task.task_id!r} is already row {numbers[task.task_id]}; ids must be different")
+        except DataError as error:
+            problems.append(f"row {number}: {error}")
+            continue
+        tasks[task.task_id], numbers[task.task_id] = task, number
+    if problems:
+        raise DataError(f"{path}, " + _listed(problems))
     if not tasks:
         raise DataError(f"{path}: no rows; give a file with at least one question")
-    return tasks
+    return list(tasks.values())
+
+
+def _listed(problems: Sequence[str]) -> str:
+    """One on the line, several below each other."""
+    if len(problems) == 1:
+        return problems[0]
+    more = f"\n  and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
+    return f"{len(problems)} rows cannot be used:\n  " + "\n  ".join(problems[:MAX_LISTED]) + more
 
 
 class TaskSource:
@@ -110,7 +130,8 @@ class TaskSource:
         return order
 
 
-def _read_rows(path: Path) -> Iterator[dict]:
+def _raw_rows(path: Path) -> Iterator[dict | bytes]:
+    """Rows as they come: a dict from Parquet, a line of text that is not blank from JSONL."""
     if not path.is_file():
         raise DataError(f"{path}: no such file; set data.train / data.eval to a .jsonl or .parquet file")
     if path.suffix == ".parquet":
@@ -121,53 +142,53 @@ def _read_rows(path: Path) -> Iterator[dict]:
             raise DataError(f"{path}: not a Parquet file that can be read ({error}); write it again") from None
     elif path.suffix == ".jsonl":
         with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _parse_line(line, f"{path}, line {number}")
+            yield from filter(bytes.strip, lines)
     else:
         raise DataError(f"{path}: unknown kind {path.suffix!r}; use .jsonl or .parquet")
 
 
-def _parse_line(line: bytes, where: str) -> dict:
+def _parsed(raw: dict | bytes) -> dict:
+    if isinstance(raw, dict):
+        return raw
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}); convert the file") from None
+        raise DataError(f"not UTF-8 ({error.reason} at byte {error.start}); convert the file") from None
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON ({error}); each line holds one object") from None
+        raise DataError(f"not JSON ({error}); each line holds one object") from None
     if not isinstance(row, dict):
-        raise DataError(f"{where}: a {type(row).__name__}, not an object; each line holds one object")
+        raise DataError(f"a {type(row).__name__}, not an object; each line holds one object")
     return row
 
 
-def _task_of_row(row: dict, question_key: str, answer_key: str, default_id: str, where: str) -> Task:
+def _task_of_row(row: dict, question_key: str, answer_key: str, default_id: str) -> Task:
     question = row.get(question_key) or _verl_question(row)
     if not isinstance(question, str) or not question.strip():
-        raise DataError(f"{where}: no question in column {question_key!r}; set data.question_key to the right column")
+        raise DataError(f"no question in column {question_key!r}; set data.question_key to the right column")
     answers = row.get(answer_key)
     if answers is None:
-        answers = _object(row, "reward_model", where).get("ground_truth")
-    metadata = _object(row, "metadata", where) or _object(row, "extra_info", where)
+        answers = _object(row, "reward_model").get("ground_truth")
+    metadata = _object(row, "metadata") or _object(row, "extra_info")
     metadata |= {name: row[name] for name in KEPT_COLUMNS if row.get(name) is not None}
     return Task(
         task_id=str(row.get("id") or metadata.get("id") or default_id),
         question=question.strip(),
-        golds=_golds(answers, answer_key, where),
+        golds=_golds(answers, answer_key),
         data_source=str(row.get("data_source") or "own"),
         metadata=metadata,
     )
 
 
-def _object(row: dict, column: str, where: str) -> dict:
+def _object(row: dict, column: str) -> dict:
     """A column that holds an object, or one as JSON text (as Parquet files often do); empty where it is absent."""
     value = row.get(column) or {}
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:
-            raise DataError(f"{where}: column {column!r} is text but not JSON ({error}); give an object") from None
+            raise DataError(f"column {column!r} is text but not JSON ({error}); give an object") from None
     if not isinstance(value, Mapping):
-        raise DataError(f"{where}: column {column!r} is a {type(value).__name__}; give an object")
+        raise DataError(f"column {column!r} is a {type(value).__name__}; give an object")
     return dict(value)
 
 
@@ -179,43 +200,28 @@ def _verl_question(row: dict) -> str | None:
     return next((m["content"] for m in reversed(messages or []) if m.get("role") == "user"), None)
 
 
-def _golds(answers: Any, answer_key: str, where: str) -> tuple[tuple[str, ...], ...]:
+def _golds(answers: Any, answer_key: str) -> tuple[tuple[str, ...], ...]:
     """str, list of aliases, or list of lists (objectives × aliases), plain or under "target", Python or numpy.
 
-    Aliases without content are left out, since an empty answer would match them; a row with no other is refused.
+    Any other object (test cases of a program) is one answer, as JSON text. Blank aliases are left out.
     """
     if isinstance(answers, Mapping):
-        answers = answers.get("target")
+        answers = answers["target"] if "target" in answers else json.dumps(answers)
     if hasattr(answers, "tolist"):
         answers = answers.tolist()
     if isinstance(answers, str | int | float):
         answers = [answers]
     if not answers:
-        raise DataError(f"{where}: no answer in column {answer_key!r}; fill it in, or set data.answer_key")
+        raise DataError(f"no answer in column {answer_key!r}; fill it in, or set data.answer_key")
     answers = [a.tolist() if hasattr(a, "tolist") else a for a in answers]
     nested = [isinstance(a, list | tuple) for a in answers]
     if any(nested) and not all(nested):
         raise DataError(
-            f"{where}: {answer_key!r} mixes texts and lists: {answers}; give a list of aliases, or a list of lists "
-            "(one for each objective)"
+            f"{answer_key!r} mixes texts and lists: {answers}; give a list of aliases, or a list of lists (one for "
+            "each objective)"
         )
     objectives = answers if all(nested) else [answers]
-    golds = tuple(tuple(filter(_has_content, (str(a).strip() for a in aliases))) for aliases in objectives)
-    for aliases, given in zip(golds, objectives, strict=True):
-        if not aliases:
-            raise DataError(
-                f"{where}: the answer {list(given)} is empty once case, punctuation and articles are gone, so any "
-                "empty answer would match it; give it words or drop the row"
-            )
-        if len(golds) > 1 and (bad := [a for a in aliases if OBJECTIVE_SEPARATOR in a]):
-            raise DataError(
-                f"{where}: {bad[0]!r} holds {OBJECTIVE_SEPARATOR!r}, which separates objectives; "
-                "rewrite the answer without it"
-            )
+    golds = tuple(tuple(alias for a in aliases if (alias := str(a).strip())) for aliases in objectives)
+    if not all(golds):
+        raise DataError(f"an answer in column {answer_key!r} is empty: {answers}; fill it in or drop the row")
     return golds
-
-
-def _has_content(alias: str) -> bool:
-    """Whether anything is left after §2's normalisation. A test holds it against `rewards`, which has all of it."""
-    words = alias.lower().translate(str.maketrans("", "", string.punctuation))
-    return bool(re.sub(r"\b(a|an|the)\b", " ", words).strip())
