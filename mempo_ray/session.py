@@ -252,6 +252,7 @@ class Session:
         return {
             **assembled.metrics,
             **await self.fleet.rollouts.stats(),
+            **await self.fleet.search.stats(),
             **scored,
             **scoring_metrics(busy_s, collected.exposed_s),
             "rollout/output_tokens_per_s": tokens / max(collected.generation_s, 1e-9),
@@ -308,9 +309,10 @@ class Session:
         counted = {s.key for s in kept}
         trajectories = [trajectory for batch in batches for trajectory in batch.trajectories()]
         results = [evaluated(t) for t in trajectories if (t.task.task_id, t.sibling) in counted]
-        counts = await self.fleet.rollouts.stats()  # taken here, so that they are not the next step's
+        # taken here, so that they are not the next step's
+        counts = {**await self.fleet.rollouts.stats(), **await self.fleet.search.stats()}
         return results, {
-            **{name.replace("rollout/", "eval/"): value for name, value in counts.items()},
+            **{f"eval/{name.removeprefix('rollout/').replace('/', '_')}": value for name, value in counts.items()},
             **aggregate(results),
             "eval/reward_mean": float(np.mean([s.outcome for s in survivors_of(kept)])),
             "eval/num_excluded": float(excluded),

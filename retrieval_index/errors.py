@@ -5,6 +5,7 @@
     ├── EncoderError         an encoder that cannot be found or loaded
     ├── BuildError           a build that cannot start: target exists, too few passages, wrong embeddings
     │   └── BuildRunning     another process builds the same folder
+    ├── EmbeddingFailed      workers of an encoder pass failed; the next run goes on from there
     ├── ManifestError        an index folder that must not be opened
     │   ├── IndexMissing     no such folder, or no manifest in it
     │   ├── ForeignVersion   written by another version of this package
@@ -12,6 +13,8 @@
     │   ├── DimensionMismatch
     │   ├── DamagedIndex     a file is missing, truncated or altered
     │   └── StaleIndex       its corpus has changed since
+    ├── CacheError           the file of the disk cache cannot be used
+    ├── ServeError           a server that cannot start: its address is taken
     ├── QueryError           a query that cannot be searched: empty
     └── ServiceError         a search that did not happen; never a statement about the query
         ├── SearchFailed     encoder or index raised
@@ -53,6 +56,10 @@ class BuildRunning(BuildError):
     """Another process builds the same folder."""
 
 
+class EmbeddingFailed(RetrievalIndexError):
+    """Workers failed; what they had encoded is kept, and the same build goes on from there."""
+
+
 class ManifestError(RetrievalIndexError):
     """The index folder must not be opened."""
 
@@ -87,6 +94,10 @@ class QueryError(RetrievalIndexError):
 
 class CacheError(RetrievalIndexError):
     """The file of the disk cache cannot be opened, or is no cache."""
+
+
+class ServeError(RetrievalIndexError):
+    """The server cannot start."""
 
 
 class ServiceError(RetrievalIndexError):

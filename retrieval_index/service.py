@@ -28,7 +28,7 @@ import unicodedata
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -190,6 +190,10 @@ class RetrievalService:
             latency_p50_s=float(p50_s),
             latency_p99_s=float(p99_s),
         )
+
+    async def counters(self) -> dict[str, float]:
+        """`stats` as plain numbers."""
+        return {name: float(value) for name, value in asdict(self.stats()).items()}
 
     async def warm_up(self) -> None:
         """One search, so that the model is loaded before somebody's deadline runs. Raises as `search`."""
@@ -378,7 +382,8 @@ class RetrievalService:
             self._search_s += hits.search_s
         self._to_disk(new)
         found = known | new
-        return [self._retriever.passages(*found[key]) for key in keys]
+        in_order = (found[key] for key in keys)
+        return [self._retriever.passages(rows.tolist(), scores.tolist()) for rows, scores in in_order]
 
     def _from_disk(self, keys: Sequence[SearchKey]) -> dict[SearchKey, RowsAndScores]:
         if self._disk is None:

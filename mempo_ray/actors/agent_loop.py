@@ -3,7 +3,7 @@
     stage     consumes          produces                     waits for           on failure
     run       EpisodeRequests   payload, summary, payload…   episodes            sampled again, then yielded broken
     generate  GenerateRequest   Generation                   a serving engine    asked again elsewhere
-    search    queries           passages                     a retrieval actor   ToolFailed; the episode tries again
+    search    queries           passages                     search.py           asked elsewhere, then by the tool again
 
 The state of an episode is small and lives here, apart from the engines: an engine may die under it, and only the turn
 is asked again (its prompt is filled in anew elsewhere).
@@ -16,6 +16,7 @@ import importlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from time import monotonic
 from typing import TypeVar
 
@@ -23,19 +24,22 @@ import ray
 from ray.actor import ActorHandle
 
 from mempo_ray.actors.calls import answer
+from mempo_ray.actors.search import SearchClient
 from mempo_ray.agent.episode import run_episode
 from mempo_ray.agent.group import run_with_resamples
 from mempo_ray.agent.memory import ProbeTexts, joined_probe
 from mempo_ray.agent.prompt import Renderer
 from mempo_ray.agent.tokenizer import FileTokenizer
 from mempo_ray.batching.routing import choose_engine
-from mempo_ray.config.schema import Agent, Rollout
-from mempo_ray.contracts import EpisodeRequest, Passage, Trajectory, TrajectoryBatch, TrajectorySummary
-from mempo_ray.errors import DeadlineExceeded, EngineFailed, ToolFailed
+from mempo_ray.config.schema import Agent, Retrieval, Rollout
+from mempo_ray.contracts import EpisodeRequest, Trajectory, TrajectoryBatch, TrajectorySummary
+from mempo_ray.errors import DeadlineExceeded, EngineFailed
 from mempo_ray.ports import GenerateRequest, Generation
 
 SUSPECT_S = 2.0
 """How long an engine that failed a turn is passed over, unless the fleet announces its engines before."""
+LIVE = Retrieval()
+
 GRACE_S = 5.0
 """How much later than an engine's own deadline the caller gives up: the engine's message says more."""
 
@@ -128,23 +132,6 @@ class EnginePool:
         return None
 
 
-class RetrievalPool:
-    """`ports.Search` over RetrievalActors in turn, so that a search tried again meets another replica."""
-
-    def __init__(self, actors: Sequence[ActorHandle], deadline_s: float) -> None:
-        self._actors = list(actors)
-        self._deadline_s = deadline_s
-        self._num_calls = 0
-
-    async def __call__(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
-        """Raises ToolFailed or DeadlineExceeded."""
-        if not self._actors:
-            raise ToolFailed("no retrieval actor has been announced")
-        actor = self._actors[self._num_calls % len(self._actors)]
-        self._num_calls += 1
-        return await answer(actor.search.remote(list(queries), top_k), "search", self._deadline_s, ToolFailed)
-
-
 class AgentLoopWorker:
     """Runs episodes side by side, `agent.episodes_per_worker` at most.
 
@@ -152,6 +139,7 @@ class AgentLoopWorker:
         model_dir: Hugging Face folder; its tokenizer and chat template are read, no weights.
         probe_texts: a task's probes as texts (`algo` decides them; siblings do not import each other).
         plugins: modules of the user's, imported before anything is looked up by name.
+        record: file of recorded searches, unless `retrieval.mode` is live.
     """
 
     def __init__(
@@ -162,6 +150,8 @@ class AgentLoopWorker:
         model_dir: str,
         probe_texts: ProbeTexts = joined_probe,
         plugins: Sequence[str] = (),
+        retrieval: Retrieval = LIVE,
+        record: Path | None = None,
     ) -> None:
         for plugin in plugins:
             importlib.import_module(plugin)
@@ -171,10 +161,11 @@ class AgentLoopWorker:
         self._probe_texts = probe_texts
         self._renderer = Renderer.from_folder(model_dir, FileTokenizer.from_folder(model_dir), agent)
         self._engines = EnginePool()
-        self._retrieval = RetrievalPool((), agent.limits.search_s)
+        self._search = SearchClient(retrieval, agent.limits.search_s, record)
         self._free = asyncio.Semaphore(agent.episodes_per_worker)
         self._num_running = 0
         self._counts: Counter[str] = Counter()
+        self._num_search_failures = 0  # at the last reading
 
     def __repr__(self) -> str:
         return f"AgentLoopWorker({self._index})"
@@ -184,7 +175,8 @@ class AgentLoopWorker:
         self._engines.announce(engines)
 
     async def set_retrieval(self, actors: Sequence[ActorHandle]) -> None:
-        self._retrieval = RetrievalPool(actors, self._agent.limits.search_s)
+        """The replicas that serve now; running episodes ask the new ones too."""
+        self._search.announce(actors)
 
     async def run(self, requests: Sequence[EpisodeRequest]) -> AsyncIterator[TrajectoryBatch | TrajectorySummary]:
         """For each episode, as it ends: its payload (0 rows if it has no turn), then its summary.
@@ -209,14 +201,17 @@ class AgentLoopWorker:
         counts = {name: float(self._counts[name]) for name in ("episodes", "episodes_resampled", "episodes_excluded")}
         counts |= {
             "turns_asked_again": float(self._engines.num_failures),
+            "searches_failed": float(self._search.num_failures - self._num_search_failures),
             "episodes_in_flight": float(self._num_running),
         }
         self._counts.clear()
         self._engines.num_failures = 0
+        self._num_search_failures = self._search.num_failures
         return counts
 
     async def close(self) -> None:
-        """Nothing to close: episodes end with the stream that carries them."""
+        """Episodes end with the stream that carries them."""
+        await self._search.close()
 
     async def _episode(self, request: EpisodeRequest) -> Trajectory:
         async with self._free:
@@ -234,7 +229,7 @@ class AgentLoopWorker:
         return await run_episode(
             request,
             generate=self._engines,
-            search=self._retrieval,
+            search=self._search,
             renderer=self._renderer,
             agent=self._agent,
             rollout=self._rollout,

@@ -22,15 +22,17 @@ import ray
 from ray.actor import ActorHandle
 
 from mempo_ray.actors.adapters import KEPT_SNAPSHOTS, Payloads, RayPolicy, RayRewards
-from mempo_ray.actors.agent_loop import RemoteAgentLoopWorker, RetrievalPool
+from mempo_ray.actors.agent_loop import RemoteAgentLoopWorker
 from mempo_ray.actors.batch_executor import BatchExecutorActor, GangRunner
 from mempo_ray.actors.calls import answer, close_actor
 from mempo_ray.actors.engine_logprobs import EngineLogProbs
 from mempo_ray.actors.policy import PolicyActor
-from mempo_ray.actors.retrieval import RemoteRetrievalActor, prepare_index
+from mempo_ray.actors.retrieval import RemoteRetrievalActor, index_id, prepare_index
 from mempo_ray.actors.reward import RewardManagerActor
 from mempo_ray.actors.rollout import RemoteRolloutActor, max_concurrency
 from mempo_ray.actors.rollout_pool import RayRollouts
+from mempo_ray.actors.search import SearchClient, record_file
+from mempo_ray.actors.search_record import merge_record
 from mempo_ray.actors.weight_sync import choose_transport
 from mempo_ray.agent.tokenizer import FileTokenizer
 from mempo_ray.algo.memory_reward import plan_probes
@@ -60,7 +62,7 @@ class Fleet:
 
     rollouts: RayRollouts
     rewards: RayRewards
-    search: RetrievalPool
+    search: SearchClient
     payloads: Payloads
     policy: RayPolicy | None
     engine_scorer: EngineLogProbs | None = None
@@ -92,7 +94,11 @@ async def open_fleet(
     async with AsyncExitStack() as stack:
         reservation = await reserve(plan, config.placement.timeout_s)
         stack.callback(reservation.release)
-        actors = _Actors(config, reservation, model_dir, folder, tokenizer.end_of_turn_id)
+        record = record_file(config.retrieval, folder.root)
+        actors = _Actors(config, reservation, model_dir, folder, tokenizer.end_of_turn_id, record)
+        index = folder.root / "index"
+        if config.retrieval.mode == "record" and record is not None:
+            stack.callback(lambda: merge_record(record, index_id(config.retrieval, index)))  # once all are closed
 
         async def closing(handle: ActorHandle) -> ActorHandle:
             stack.push_async_callback(close_actor, handle)
@@ -104,12 +110,18 @@ async def open_fleet(
         colocated = config.placement.layout == "colocated"
         if with_engines and not colocated:
             rollouts.start()
-        index = await asyncio.to_thread(prepare_index, config.retrieval, passages, folder.root / "index")
-        retrieval = [await closing(actors.retrieval(i, index)) for i in range(config.retrieval.replicas)]
+        search = SearchClient(config.retrieval, config.agent.limits.search_s, record)
+        stack.push_async_callback(search.close)
+        retrieval: list[ActorHandle] = []
+        if config.retrieval.needs_index:
+            index = await asyncio.to_thread(prepare_index, config.retrieval, passages, index)
+            retrieval = [await closing(actors.retrieval(i, index)) for i in range(config.retrieval.replicas)]
         rewards = [await closing(actors.reward(i)) for i in range(config.reward.workers)]
         startup_s = config.policy.startup_timeout_s
         for name, handles in (("retrieval", retrieval), ("reward", rewards)):
             await asyncio.gather(*(answer(h.ping.remote(), f"{name}: start", startup_s) for h in handles))
+        search.announce(retrieval)
+        await search.check()
         await rollouts.connect_retrieval(retrieval)
         policy = None
         if with_policy:
@@ -122,7 +134,6 @@ async def open_fleet(
             rollouts.push = policy.push if choose_transport(config) != "pull" else None
         if with_engines and colocated:
             rollouts.start()  # vLLM measures what the ranks have left it, so they must be there first
-        search = RetrievalPool(retrieval, config.agent.limits.search_s)
         scorer = None
         if config.memory_reward.scorer_engine == "vllm":
             scorer = EngineLogProbs(config.rollout.replicas, rollouts.turns)
@@ -179,6 +190,7 @@ class _Actors:
     model_dir: Path
     folder: RunFolder
     end_of_turn_id: int
+    record: Path | None
 
     def _options(self, role: str, index: int) -> dict[str, Any]:
         name = f"{self.folder.root.name}/{role}-{index}"
@@ -199,7 +211,14 @@ class _Actors:
         options = self._options("agent_loop", index)
         probe_texts = functools.partial(plan_probes, settings=self.config.memory_reward)
         return RemoteAgentLoopWorker.options(**options, max_restarts=-1, max_concurrency=16).remote(
-            index, self.config.agent, self.config.rollout, str(self.model_dir), probe_texts, self.config.plugins
+            index,
+            self.config.agent,
+            self.config.rollout,
+            str(self.model_dir),
+            probe_texts,
+            self.config.plugins,
+            self.config.retrieval,
+            self.record,
         )
 
     def reward(self, index: int) -> Any:

@@ -3,47 +3,31 @@
 consumes   queries of many episodes
 produces   passages for each query, best first
 waits      its service: a micro-batch that fills, or `retrieval.max_wait_s`; then encoder and FAISS in one thread
-on failure ToolFailed or DeadlineExceeded to the callers concerned; a query that cannot be searched (empty, over-long)
-           is the policy's doing and finds nothing
+on failure ToolFailed, Overloaded or DeadlineExceeded to the callers concerned; a query that cannot be searched
+           (empty, over-long) is the policy's doing and finds nothing
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import ray
 
+from mempo_ray.actors.retrieval_errors import typed_errors
 from mempo_ray.config.schema import Retrieval
 from mempo_ray.contracts import Passage
 from mempo_ray.data.world import is_synthetic
-from mempo_ray.errors import ConfigError, DataError, DeadlineExceeded, ToolFailed
 from retrieval_index import manifest
 from retrieval_index.build import build_index, stamp_sources
-from retrieval_index.encoder import Encoder, make_encoder, make_recorded_encoder
-from retrieval_index.errors import CorpusError, ManifestError, RetrievalIndexError, SearchTimeout, ServiceError
+from retrieval_index.encoder import Encoder, make_encoder
+from retrieval_index.errors import ManifestError
 from retrieval_index.progress import TimeLeft
+from retrieval_index.retriever import check_index
 from retrieval_index.service import RejectedQuery, RetrievalService, ServiceLimits
 
 log = logging.getLogger(__name__)
-
-
-@contextmanager
-def typed_errors() -> Generator[None]:
-    """Errors of the index package as errors of this project, naming the keys of the `retrieval` section."""
-    try:
-        yield
-    except SearchTimeout as error:
-        raise DeadlineExceeded(str(error)) from error
-    except ServiceError as error:
-        raise ToolFailed(str(error)) from error
-    except CorpusError as error:
-        raise DataError(f"retrieval.{error}") from error
-    except RetrievalIndexError as error:
-        raise ConfigError(f"retrieval.{error}") from error
 
 
 def prepare_index(settings: Retrieval, passages: Iterable[Passage], folder: Path) -> Path:
@@ -59,9 +43,7 @@ def prepare_index(settings: Retrieval, passages: Iterable[Passage], folder: Path
     """
     with typed_errors():
         if settings.index:
-            record = manifest.load(settings.index).encoder
-            encoder = make_recorded_encoder(record, settings.encoder)
-            manifest.check(settings.index, encoder_fingerprint=encoder.fingerprint, dim=encoder.dim)
+            check_index(settings.index, encoder=settings.encoder)
             return Path(settings.index)
         encoder = make_encoder(settings.encoder, device=settings.device, num_threads=settings.threads)
         corpus = passages if is_synthetic(settings.corpus) else settings.corpus
@@ -86,6 +68,11 @@ def _is_current(folder: Path, settings: Retrieval, encoder: Encoder) -> bool:
         return False  # the build says what is wrong with the input
 
 
+def index_id(settings: Retrieval, folder: Path) -> str:
+    """Names what was searched: the content of the index in `folder`, or the address of the server."""
+    return settings.url if settings.backend == "http" else manifest.load(folder).index_id
+
+
 class RetrievalActor:
     """One replica: encoder, index, cache and micro-batches. It holds no state of the run, so it may die and restart.
 
@@ -96,7 +83,13 @@ class RetrievalActor:
 
     def __init__(self, settings: Retrieval, folder: str, search_s: float) -> None:
         limits = ServiceLimits(
-            settings.max_batch, settings.max_wait_s, deadline_s=search_s, cache_size=settings.cache_entries
+            max_batch=settings.max_batch,
+            max_wait_s=settings.max_wait_s,
+            max_queued=settings.max_queued,
+            deadline_s=search_s,
+            cache_size=settings.cache_entries,
+            disk_cache=settings.disk_cache,
+            disk_cache_size=settings.disk_cache_entries,
         )
         with typed_errors():
             self._service = RetrievalService.open(
@@ -120,6 +113,7 @@ class RetrievalActor:
 
         Raises:
             ToolFailed: encoder or index failed, or the service is closed. DeadlineExceeded.
+            Overloaded: `retrieval.max_queued` queries wait already.
         """
         with typed_errors():
             results = await self._service.search(queries, top_k)
@@ -130,7 +124,7 @@ class RetrievalActor:
 
     async def stats(self) -> dict[str, float]:
         """Counters since the start, as in `retrieval_index.service.ServiceStats`."""
-        return {name: float(value) for name, value in asdict(self._service.stats()).items()}
+        return await self._service.counters()
 
     async def close(self) -> None:
         """Waits for no search: those in flight fail."""

@@ -160,6 +160,14 @@ class Rollout(Section):
 
 
 class Retrieval(Section):
+    mode: Literal["live", "record", "replay"] = "live"
+    """'record' also writes every search of the run to `record`; 'replay' answers from such a file, without an index."""
+    record: str = ""
+    """Arrow file of recorded searches; '' = searches.arrow in the run folder ('record' only)."""
+    backend: Literal["local", "http"] = "local"
+    """'local' = RetrievalActors of this run; 'http' = the server at `url`."""
+    url: str = ""
+    """Where `backend: http` posts queries, e.g. http://host:8000/retrieve (Search-R1's form, see docs/retrieval.md)."""
     index: str = ""
     """Folder of a built index; '' = build one from `corpus` into the run folder."""
     corpus: str = "synthetic"
@@ -180,8 +188,27 @@ class Retrieval(Section):
     """Queries per encoder batch."""
     max_wait_s: NonNegative = 0.005
     """Longest wait of a query for company."""
+    max_queued: Count = 4096
+    """Queries that may wait at a replica; a search that would bring more is asked elsewhere."""
     cache_entries: Annotated[int, Field(ge=0)] = 100_000
     """Entries of the LRU cache (query, k)."""
+    disk_cache: str = ""
+    """SQLite file of a second cache, kept over runs and shared by the replicas of a machine; '' = none."""
+    disk_cache_entries: Count = 1_000_000
+    """Entries of the disk cache, the oldest out first."""
+
+    @property
+    def needs_index(self) -> bool:
+        """Whether this run searches an index of its own, with RetrievalActors."""
+        return self.mode != "replay" and self.backend == "local"
+
+    @model_validator(mode="after")
+    def _answered(self) -> Retrieval:
+        if self.mode == "replay" and not self.record:
+            raise ValueError("retrieval.record: mode=replay needs the file of a recorded run (its searches.arrow)")
+        if self.mode != "replay" and self.backend == "http" and not self.url.startswith(("http://", "https://")):
+            raise ValueError("retrieval.url: backend=http needs an address such as http://host:8000/retrieve")
+        return self
 
 
 class CustomFunction(Section):
@@ -216,18 +243,40 @@ class Sandbox(Section):
     """Further tries of a request to that service that failed (5xx, 429, network)."""
 
 
+class Overlong(Section):
+    """`manager: dapo`: the last tokens of the response budget cost, linearly (DAPO, eq. 13)."""
+
+    max_response_tokens: Count = 4096
+    """Sampled tokens of a whole trajectory at which the penalty is `penalty_factor`; it goes on rising beyond."""
+    buffer_tokens: Count = 512
+    """Tokens before that over which it rises from 0."""
+    penalty_factor: Positive = 1.0
+    """What is taken off the score at `max_response_tokens`."""
+
+
 class Reward(Section):
     manager: str = "naive"
-    """Registered reward manager."""
+    """Registered reward manager: naive, batch, dapo, prime, remote, or one of a plugin."""
     scorer: str = "auto"
     """Registered scorer; 'auto' = the one of the row's data_source (MemPO's for rows without one)."""
     multi_objective: Literal["mean", "sum", "all"] = "mean"
     """How several objectives become one score (§2)."""
     custom_function: CustomFunction = CustomFunction()
+    overlong: Overlong = Overlong()
     workers: Count = 1
     """RewardManagerWorker actors."""
+    isolation: Literal["auto", "process", "thread"] = "auto"
+    """Where scorers run: in processes that can be killed, or in threads of the worker. auto = processes for the custom
+    function and for scorers registered as needing them, threads for the rest; 'thread' has the custom function in a
+    thread too, where an endless loop, os._exit or a segfault takes the worker with it."""
+    processes: Count = 2
+    """Scorer processes of one worker, where `isolation` or the manager asks for them."""
+    memory_gb: Positive = 2
+    """Data memory of one scorer process (GB); a scorer that wants more has a MemoryError."""
+    batch_size: Count = 64
+    """Most responses that `manager: batch` hands to its scorer at once."""
     timeout_s: Positive = 30
-    """Deadline of one score."""
+    """Deadline of one call of a scorer, from its start."""
     sandbox: Sandbox = Sandbox()
     code_tests: Literal["share", "all"] = "share"
     """Score of a program: the share of tests that it passes, or 1 only where it passes all."""

@@ -206,7 +206,7 @@ def _counts(config: Config) -> dict[str, int]:
     return {
         "policy": config.policy.ranks,
         "rollout": config.rollout.replicas,
-        "retrieval": config.retrieval.replicas,
+        "retrieval": config.retrieval.replicas if config.retrieval.needs_index else 0,
         "reward": config.reward.workers,
         "agent_loop": config.agent.workers,
         "batch_executor": 1,

@@ -24,7 +24,7 @@ HOMES = {
     "memory_reward": {"memory_reward.py", "experience.py"},
     "placement": {"plan.py", "cluster.py", "fleet.py", "preflight.py"},
     "policy": {"rank.py", "policy.py", "model.py", "sharding.py", "step.py"},
-    "retrieval": {"retrieval.py"},
+    "retrieval": {"retrieval.py", "search.py"},
     "reward": {
         "reward.py",
         "naive.py",

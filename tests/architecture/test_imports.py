@@ -14,7 +14,7 @@ SOURCES = sorted([*(ROOT / "mempo_ray").rglob("*.py"), *(ROOT / "retrieval_index
 
 ALLOWED = {
     "ray": ["mempo_ray/actors/*", "mempo_ray/placement/reserve.py", "mempo_ray/placement/elastic.py",
-            "retrieval_index/distributed.py"],
+            "retrieval_index/distributed.py", "retrieval_index/serving_pool.py"],
     "vllm": ["mempo_ray/generation/vllm_*.py"],
     "faiss": ["retrieval_index/*"],
     "torch": ["mempo_ray/training/*", "mempo_ray/generation/vllm_*.py", "mempo_ray/algo/policy_loss.py",

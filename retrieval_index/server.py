@@ -1,0 +1,154 @@
+"""The HTTP form of a search service, in the shape that Search-R1's, verl's and ASearcher's clients speak.
+
+    POST /retrieve  {"queries": ["…"], "topk": 3, "return_scores": true}
+                    → {"result": [[{"document": {"id", "contents", "title", "text", "url"}, "score"}, …], …]}
+                    without scores → {"result": [[{"id", "contents", …}, …], …]}
+    POST /access    {"urls": ["passage:p12"]} → {"result": [{"contents": "…"} | null]}
+    GET  /health    {"status": "ok", "passages": 15053, "index_id": "…"}
+    GET  /stats     counters of the service
+
+`contents` is the title line, a newline, the text. A query that cannot be searched (empty, over-long) finds nothing: an
+empty list in its place. `topk` missing, null or 0 is the default.
+
+Errors are `{"detail": "…"}` with a status that says who must act: 422 the client; 503 with Retry-After the queue is
+full or the service closed (verl's client tries a 503 again, but not a 429); 504 the deadline; 500 the search failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
+
+from retrieval_index import manifest as manifests
+from retrieval_index.corpus import DocumentLike, Passage, PassageStore
+from retrieval_index.errors import SearchTimeout, ServeError, ServiceClosed, ServiceError, ServiceOverloaded
+from retrieval_index.manifest import PASSAGES_FILE
+from retrieval_index.service import RejectedQuery, Result
+
+DEFAULT_TOP_K = 3
+MAX_TOP_K = 1_000
+MAX_QUERIES = 4_096
+BACKLOG = 4_096
+URL_PREFIX = "passage:"
+"""`url` of a document: this and its id. What `/access` takes."""
+
+
+class Searches(Protocol):
+    """What is served: a `RetrievalService`, or a pool of replicas on Ray (`serving_pool.ReplicaPool`)."""
+
+    async def warm_up(self) -> None:
+        """Returns when searches are answered."""
+        ...
+
+    async def search(self, queries: Sequence[str], top_k: int) -> list[Result]: ...
+
+    async def counters(self) -> dict[str, float]: ...
+
+    async def close(self) -> None: ...
+
+
+class RetrieveRequest(BaseModel):
+    """Body of `/retrieve`."""
+
+    queries: Annotated[list[str], Field(max_length=MAX_QUERIES)]
+    topk: Annotated[int, Field(ge=0, le=MAX_TOP_K)] | None = None
+    return_scores: bool = False
+
+
+class AccessRequest(BaseModel):
+    """Body of `/access`."""
+
+    urls: Annotated[list[str], Field(max_length=MAX_QUERIES)]
+
+
+def make_app(searches: Searches, index: str | Path, default_top_k: int = DEFAULT_TOP_K) -> FastAPI:
+    """The application. It warms `searches` up before the first request, and closes them after the last.
+
+    Args:
+        index: the folder that is searched; its passages are read here for `/access`.
+    """
+    manifest = manifests.load(index)
+    passages = PassageStore(Path(index) / PASSAGES_FILE)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
+        await searches.warm_up()
+        yield
+        await searches.close()
+
+    app = FastAPI(title="retrieval_index", lifespan=lifespan)
+    app.add_exception_handler(ServiceError, _answer_error)
+
+    @app.post("/retrieve")
+    async def retrieve(body: RetrieveRequest) -> JSONResponse:
+        found = await searches.search(body.queries, body.topk or default_top_k)
+        return JSONResponse({"result": [_listed(result, body.return_scores) for result in found]})
+
+    @app.post("/access")
+    async def access(body: AccessRequest) -> JSONResponse:
+        ids = [url.removeprefix(URL_PREFIX) for url in body.urls]
+        found = [await asyncio.to_thread(passages.find, identity) for identity in ids]
+        return JSONResponse({"result": [passage and {"contents": _contents(passage)} for passage in found]})
+
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        return {"status": "ok", "passages": manifest.count, "index_id": manifest.index_id}
+
+    @app.get("/stats")
+    async def stats() -> dict[str, float]:
+        return await searches.counters()
+
+    return app
+
+
+def serve(searches: Searches, index: Path, host: str, port: int, default_top_k: int = DEFAULT_TOP_K) -> None:
+    """Serve until SIGINT or SIGTERM. Port 0 takes a free one; the address is printed as soon as it is taken.
+
+    Requests that come before the encoder is warm wait.
+
+    Raises:
+        ServeError: the address cannot be used.
+    """
+    try:
+        listener = socket.create_server((host, port), backlog=BACKLOG)
+    except OSError as error:
+        raise ServeError(f"cannot listen on {host}:{port}: {error.strerror}", "port", "choose another") from error
+    print(f"retrieval at http://{host}:{listener.getsockname()[1]}/retrieve", flush=True)
+    uvicorn.Server(uvicorn.Config(make_app(searches, index, default_top_k), log_level="warning")).run([listener])
+
+
+def _listed(result: Result, with_scores: bool) -> list[dict[str, Any]]:
+    if isinstance(result, RejectedQuery):
+        return []
+    if with_scores:
+        return [{"document": _document(passage), "score": passage.score} for passage in result]
+    return [_document(passage) for passage in result]
+
+
+def _document(passage: Passage) -> dict[str, str]:
+    return {
+        "id": passage.id,
+        "contents": _contents(passage),
+        "title": passage.title,
+        "text": passage.text,
+        "url": URL_PREFIX + passage.id,
+    }
+
+
+def _contents(passage: DocumentLike) -> str:
+    return f"{passage.title}\n{passage.text}"
+
+
+async def _answer_error(_: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, ServiceOverloaded | ServiceClosed):
+        return JSONResponse({"detail": str(error)}, 503, {"Retry-After": "1"})
+    return JSONResponse({"detail": str(error)}, 504 if isinstance(error, SearchTimeout) else 500)

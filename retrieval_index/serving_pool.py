@@ -1,0 +1,111 @@
+"""Search services as actors of a Ray cluster, behind one server: `serve --ray --replicas N`.
+
+server ──search──▶ ReplicaPool ──Router──▶ Replica ×N, each a RetrievalService with its own encoder and index
+on failure         a replica that dies, or whose queue is full: the call goes to another one, and Ray starts it again
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from retrieval_index.errors import SearchFailed, SearchTimeout, ServiceError, ServiceOverloaded
+from retrieval_index.routing import Router
+from retrieval_index.service import Result, RetrievalService
+
+START_S = 300.0
+GRACE_S = 2.0
+"""How much later than a replica's own deadline the pool gives up: the replica's message says more."""
+
+OpenService = Callable[[], RetrievalService]
+"""Run in the replica's process: `functools.partial(RetrievalService.open, folder, …)`."""
+
+
+class Replica:
+    """One service. It holds no state, so it may die and start again."""
+
+    def __init__(self, open_service: OpenService) -> None:
+        self._service = open_service()
+
+    async def warm_up(self) -> None:
+        await self._service.warm_up()
+
+    async def search(self, queries: Sequence[str], top_k: int) -> list[Result] | ServiceError:
+        """A failure is a value, so that it crosses the border with its type."""
+        try:
+            return await self._service.search(queries, top_k)
+        except ServiceError as error:
+            return error
+
+    async def counters(self) -> dict[str, float]:
+        return await self._service.counters()
+
+
+class ReplicaPool:
+    """`server.Searches` over replicas, on the cluster that Ray is connected to (or a local one that it starts).
+
+    Args:
+        deadline_s: of one search, as in the replicas' own limits.
+    """
+
+    def __init__(self, open_service: OpenService, num_replicas: int, deadline_s: float, num_gpus: int = 0) -> None:
+        if not ray.is_initialized():
+            ray.init(include_dashboard=False)
+        self._deadline_s = deadline_s
+        remote = RemoteReplica.options(num_gpus=num_gpus)
+        self._replicas: dict[str, Any] = {f"replica-{i}": remote.remote(open_service) for i in range(num_replicas)}
+        self._router = Router((SearchFailed, ServiceOverloaded), (SearchTimeout,))
+        self._router.announce(self._replicas)
+
+    async def warm_up(self) -> None:
+        """Raises SearchTimeout where a replica does not start, and what its process raised."""
+        try:
+            async with asyncio.timeout(START_S):
+                await asyncio.gather(*(replica.warm_up.remote() for replica in self._replicas.values()))
+        except TimeoutError:
+            raise SearchTimeout(
+                f"{len(self._replicas)} replicas did not start within {START_S:g} s", "replicas", "ask for fewer"
+            ) from None
+
+    async def search(self, queries: Sequence[str], top_k: int) -> list[Result]:
+        """Raises ServiceError, when every replica has failed or the deadline is over."""
+        if not queries:
+            return []
+        found = await self._router.ask(queries[0], len(queries), lambda name: self._send(name, queries, top_k))
+        assert found is not None  # there is at least one replica
+        return found
+
+    async def _send(self, name: str, queries: Sequence[str], top_k: int) -> list[Result]:
+        try:
+            async with asyncio.timeout(self._deadline_s + GRACE_S):
+                found = await self._replicas[name].search.remote(list(queries), top_k)
+        except TimeoutError:
+            raise SearchTimeout(f"{name} did not answer within {self._deadline_s:g} s", "retrieval") from None
+        except RayActorError as error:
+            raise SearchFailed(f"{name}: {str(error).partition(chr(10))[0]}", "retrieval") from error
+        if isinstance(found, ServiceError):
+            raise found
+        return found
+
+    async def counters(self) -> dict[str, float]:
+        """Sums over the replicas that answer; of latencies the largest."""
+        calls = (replica.counters.remote() for replica in self._replicas.values())
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        parts = [part for part in found if isinstance(part, dict)]
+        names = parts[0] if parts else ()
+        largest = ("seconds", "latency_p50_s", "latency_p99_s")
+        sums = {name: (max if name in largest else sum)(part[name] for part in parts) for name in names}
+        return {**sums, "replicas": float(len(parts))}
+
+    async def close(self) -> None:
+        for replica in self._replicas.values():
+            ray.kill(replica)
+
+
+RemoteReplica = ray.remote(num_cpus=1, max_concurrency=4096, max_restarts=-1)(  # pyrefly: ignore[unexpected-keyword]
+    Replica
+)
