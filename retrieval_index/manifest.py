@@ -3,8 +3,9 @@
 An index is a folder:
 
     manifest.json     what it is: format, encoder, metric, dim, counts, size and SHA-256 of each file
-    vectors.faiss     the FAISS index; row i is row i of the passages
     passages.arrow    id, title, text
+    vectors.faiss     the FAISS index; row i is row i of the passages (not in kind bm25)
+    bm25/             the inverted file, see `bm25` (in kinds bm25 and hybrid)
 """
 
 from __future__ import annotations
@@ -16,10 +17,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from retrieval_index.errors import DamagedIndex, DimensionMismatch, EncoderMismatch, ForeignVersion, IndexMissing
+from retrieval_index.errors import (
+    DamagedIndex,
+    DimensionMismatch,
+    EncoderMismatch,
+    ForeignVersion,
+    IndexMissing,
+    StaleIndex,
+)
 
-FORMAT_VERSION = 1
-MANIFEST_FILE, VECTORS_FILE, PASSAGES_FILE = "manifest.json", "vectors.faiss", "passages.arrow"
+FORMAT_VERSION = 2
+MANIFEST_FILE, VECTORS_FILE, PASSAGES_FILE, BM25_FOLDER = "manifest.json", "vectors.faiss", "passages.arrow", "bm25"
 BUILD_AGAIN = "build it again: python -m retrieval_index build --corpus … --out …"
 
 
@@ -50,8 +58,9 @@ class EncoderRecord:
 class Manifest:
     """What an index is.
 
-    `search` holds FAISS's search-time parameters (`nprobe`, `efSearch`); `sources` the `corpus` and `embeddings`
-    files that it was built from (empty for passages given in memory).
+    `search` holds FAISS's search-time parameters (`nprobe`, `efSearch`); `encoder` is None and `dim` 0 in kind
+    bm25; `bm25` holds the parameters of the inverted file, None where there is none; `sources` the `corpus` and
+    `embeddings` files that it was built from (empty for passages given in memory).
     """
 
     format_version: int
@@ -61,7 +70,8 @@ class Manifest:
     dim: int
     count: int
     search: Mapping[str, int]
-    encoder: EncoderRecord
+    encoder: EncoderRecord | None
+    bm25: Mapping[str, Any] | None
     sources: Mapping[str, FileStamp]
     files: Mapping[str, FileStamp]
 
@@ -78,7 +88,8 @@ class Manifest:
     def from_json(cls, text: str) -> Manifest:
         """Raises ValueError, KeyError or TypeError where the text is no manifest of this version."""
         fields = json.loads(text)
-        encoder = EncoderRecord(**fields.pop("encoder"))
+        record = fields.pop("encoder")
+        encoder = None if record is None else EncoderRecord(**record)
         sources, files = (
             {name: FileStamp(**stamp) for name, stamp in fields.pop(key).items()} for key in ("sources", "files")
         )
@@ -111,26 +122,15 @@ def check(folder: str | Path, *, encoder_fingerprint: str | None = None, dim: in
     """Load the manifest and refuse what must not be searched. Reads sizes, not contents (see `verify`).
 
     Args:
-        encoder_fingerprint: of the encoder that will encode the queries.
+        encoder_fingerprint: of the encoder that will encode the queries; kind bm25 has none and compares nothing.
         dim: of its vectors.
 
     Raises:
         IndexMissing, ForeignVersion, DimensionMismatch, EncoderMismatch, DamagedIndex.
     """
     manifest = load(folder)
-    if dim is not None and dim != manifest.dim:
-        raise DimensionMismatch(
-            f"{folder} holds vectors of dimension {manifest.dim}, the encoder makes {dim}",
-            "encoder",
-            f"search it with the encoder {manifest.encoder.name!r}, or build it again",
-        )
-    if encoder_fingerprint is not None and encoder_fingerprint != manifest.encoder.fingerprint:
-        settings = ", ".join(f"{key}={value!r}" for key, value in manifest.encoder.settings.items())
-        raise EncoderMismatch(
-            f"{folder} was built with another encoder: {manifest.encoder.name!r} ({settings})",
-            "encoder",
-            "search it with that encoder, or build it again with this one",
-        )
+    if manifest.encoder is not None:
+        _check_encoder(folder, manifest.encoder, manifest.dim, encoder_fingerprint, dim)
     for name, stamp in manifest.files.items():
         path = Path(folder) / name
         size = path.stat().st_size if path.is_file() else None
@@ -138,6 +138,38 @@ def check(folder: str | Path, *, encoder_fingerprint: str | None = None, dim: in
             state = "is missing" if size is None else f"has {size} bytes instead of {stamp.num_bytes}"
             raise DamagedIndex(f"{path} {state}", "index", BUILD_AGAIN)
     return manifest
+
+
+def _check_encoder(
+    folder: str | Path, record: EncoderRecord, built_dim: int, fingerprint: str | None, dim: int | None
+) -> None:
+    if dim is not None and dim != built_dim:
+        raise DimensionMismatch(
+            f"{folder} holds vectors of dimension {built_dim}, the encoder makes {dim}",
+            "encoder",
+            f"search it with the encoder {record.name!r}, or build it again",
+        )
+    if fingerprint is not None and fingerprint != record.fingerprint:
+        settings = ", ".join(f"{key}={value!r}" for key, value in record.settings.items())
+        raise EncoderMismatch(
+            f"{folder} was built with another encoder: {record.name!r} ({settings})",
+            "encoder",
+            "search it with that encoder, or build it again with this one",
+        )
+
+
+def check_sources(manifest: Manifest, **files: str | Path) -> None:
+    """Compare the files that an index was built from with what they are now (reads them whole).
+
+    Args:
+        files: `corpus` and/or `embeddings`.
+
+    Raises:
+        StaleIndex: a file is another one, or has changed since.
+    """
+    for name, file in files.items():
+        if not Path(file).is_file() or manifest.sources.get(name) != FileStamp.of(Path(file)):
+            raise StaleIndex(f"{file} is not what the index was built from, or has changed since", name, BUILD_AGAIN)
 
 
 def verify(folder: str | Path) -> Manifest:

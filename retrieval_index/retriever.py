@@ -19,12 +19,16 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from retrieval_index import manifest as manifests
-from retrieval_index.corpus import Passage
+from retrieval_index.corpus import Passage, PassageStore
 from retrieval_index.encoder import Encoder, make_recorded_encoder
-from retrieval_index.manifest import Manifest
+from retrieval_index.manifest import BM25_FOLDER, PASSAGES_FILE, Manifest
 
 if TYPE_CHECKING:
+    from retrieval_index.bm25 import Bm25Index
     from retrieval_index.index import PassageIndex
+
+FUSION_DEPTH = 20
+RANK_OFFSET = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ class DenseRetriever:
         return self._index.manifest
 
     def find(self, queries: Sequence[str], top_k: int) -> Hits:
-        """See `Retriever`. Scores are inner products of unit vectors."""
+        """See `Retriever`. Scores are inner products, of unit vectors as a rule."""
         started_s = time.monotonic()
         vectors_SD = self._encoder.encode_queries(queries)
         encoded_s = time.monotonic()
@@ -87,6 +91,68 @@ class DenseRetriever:
         return self._index.passages(rows, scores)
 
 
+class Bm25Retriever:
+    """An inverted file and its passages. It finds only passages that share a word with the query."""
+
+    def __init__(self, manifest: Manifest, index: Bm25Index, store: PassageStore) -> None:
+        self.manifest, self._index, self._store = manifest, index, store
+
+    def find(self, queries: Sequence[str], top_k: int) -> Hits:
+        """See `Retriever`. Scores are BM25's, above 0 and without an upper end."""
+        started_s = time.monotonic()
+        rows, scores = self._index.search(queries, top_k)
+        return Hits(rows, scores, 0.0, time.monotonic() - started_s)
+
+    def passages(self, rows: Sequence[int], scores: Sequence[float]) -> tuple[Passage, ...]:
+        """See `Retriever`."""
+        return self._store.passages(rows, scores)
+
+
+class HybridRetriever:
+    """Reciprocal rank fusion of a dense and a BM25 retriever over the same passages."""
+
+    def __init__(self, dense: Retriever, lexical: Retriever) -> None:
+        self._dense, self._lexical = dense, lexical
+        self.manifest = dense.manifest
+
+    def find(self, queries: Sequence[str], top_k: int) -> Hits:
+        """See `Retriever`. Scores are those of `fuse`; each side is asked for 20 passages, or `top_k` if more."""
+        depth = max(FUSION_DEPTH, top_k)
+        dense, lexical = self._dense.find(queries, depth), self._lexical.find(queries, depth)
+        started_s = time.monotonic()
+        rows, scores = fuse(dense.rows, lexical.rows, min(top_k, self.manifest.count))
+        search_s = dense.search_s + lexical.search_s + time.monotonic() - started_s
+        return Hits(rows, scores, dense.encode_s, search_s)
+
+    def passages(self, rows: Sequence[int], scores: Sequence[float]) -> tuple[Passage, ...]:
+        """See `Retriever`."""
+        return self._dense.passages(rows, scores)
+
+
+def fuse(first_SK: np.ndarray, second_SK: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Reciprocal rank fusion (Cormack, Clarke and Büttcher 2009): a row's score is the sum of 1 / (60 + rank).
+
+    Args:
+        first_SK, second_SK: int64 [n, k], best first, ranks from 1; rows of -1 are left out.
+
+    Returns:
+        rows int64 [n, top_k] and scores float32 [n, top_k], filled up with -1; equal scores in the order of `first`.
+
+    Example: `fuse([[7, 3]], [[3, 5]], 3)` → rows [[3, 7, 5]], scores [[1/62 + 1/61, 1/61, 1/62]]
+    """
+    rows = np.full((len(first_SK), top_k), -1, np.int64)
+    scores = np.zeros((len(first_SK), top_k), np.float32)
+    for i, rankings in enumerate(zip(first_SK.tolist(), second_SK.tolist(), strict=True)):
+        sums: dict[int, float] = {}
+        for ranking in rankings:
+            for rank, row in enumerate(ranking, start=1):
+                if row >= 0:
+                    sums[row] = sums.get(row, 0.0) + 1 / (RANK_OFFSET + rank)
+        best = sorted(sums, key=lambda row: -sums[row])[:top_k]
+        rows[i, : len(best)], scores[i, : len(best)] = best, [sums[row] for row in best]
+    return rows, scores
+
+
 def check_index(folder: str | Path, *, encoder: str | None = None) -> Manifest:
     """Raise what `open_retriever` would raise, as far as that can be known without loading torch or FAISS.
 
@@ -94,6 +160,8 @@ def check_index(folder: str | Path, *, encoder: str | None = None) -> Manifest:
         EncoderError and the errors of `manifest.check`.
     """
     record = manifests.load(folder).encoder
+    if record is None:
+        return manifests.check(folder)
     chosen = make_recorded_encoder(record, encoder)
     return manifests.check(folder, encoder_fingerprint=chosen.fingerprint, dim=chosen.dim)
 
@@ -104,16 +172,29 @@ def open_retriever(
     """Open an index folder with what built it. Memory-mapped: neither passages nor vectors are read here.
 
     Args:
-        encoder: its name or folder, where it is not the one that the manifest names (a folder that moved).
-        device: `cpu` or `cuda`, of encoder and index.
-        num_threads: of encoder and index each, which run one after the other; None leaves their defaults.
+        encoder: its name or folder, where it is not the one that the manifest names (a folder that moved). Kind
+            bm25 has none and takes no notice.
+        device: `cpu` or `cuda`, of encoder and vectors.
+        num_threads: of encoder and vectors each, which run one after the other; None leaves their defaults.
 
     Raises:
         EncoderError and the errors of `manifest.check`.
     """
-    from retrieval_index.index import PassageIndex  # here, so that importing this module loads no FAISS
+    folder = Path(folder)
+    manifest = manifests.load(folder)
+    retrievers: list[Retriever] = []
+    if manifest.encoder is not None:
+        from retrieval_index.index import PassageIndex  # here, so that importing this module loads no FAISS
 
-    record = manifests.load(folder).encoder
-    chosen = make_recorded_encoder(record, encoder, device=device, num_threads=num_threads)
-    index = PassageIndex.open(folder, encoder_fingerprint=chosen.fingerprint, device=device, num_threads=num_threads)
-    return DenseRetriever(chosen, index)
+        chosen = make_recorded_encoder(manifest.encoder, encoder, device=device, num_threads=num_threads)
+        index = PassageIndex.open(
+            folder, encoder_fingerprint=chosen.fingerprint, device=device, num_threads=num_threads
+        )
+        retrievers.append(DenseRetriever(chosen, index))
+    if manifest.bm25 is not None:
+        from retrieval_index.bm25 import Bm25Index
+
+        manifests.check(folder)
+        words = Bm25Index(folder / BM25_FOLDER)
+        retrievers.append(Bm25Retriever(manifest, words, PassageStore(folder / PASSAGES_FILE)))
+    return retrievers[0] if len(retrievers) == 1 else HybridRetriever(*retrievers)

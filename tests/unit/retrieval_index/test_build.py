@@ -3,13 +3,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from retrieval_index.build import KINDS, build_index, plan_index, stamp_sources
+from retrieval_index.build import build_index, stamp_sources
 from retrieval_index.corpus import Document
 from retrieval_index.encoder import HashEncoder
 from retrieval_index.errors import BuildError, CorpusError
 from retrieval_index.index import PassageIndex
 from retrieval_index.manifest import FileStamp, load, verify
+from retrieval_index.plan import KINDS
 from retrieval_index.progress import TimeLeft
+from retrieval_index.retriever import open_retriever
 
 from .conftest import facts
 
@@ -22,10 +24,10 @@ def random_facts(count: int) -> list[Document]:
 def test_every_kind_finds_a_passage_by_its_own_words(tmp_path: Path, kind: str) -> None:
     encoder, count = HashEncoder(64), 10_000 if kind == "ivfpq" else 600
     manifest = build_index(random_facts(count), encoder, kind, tmp_path / "index")
-    assert (manifest.kind, manifest.count, manifest.dim) == (kind, count, 64)
-    index = PassageIndex.open(tmp_path / "index", encoder_fingerprint=encoder.fingerprint)
-    rows, _ = index.search(encoder.encode_queries([f"mentor n{i}" for i in range(50)]), 5)
-    assert np.mean([i in found for i, found in enumerate(rows)]) >= 0.9
+    assert (manifest.kind, manifest.count, manifest.dim) == (kind, count, 0 if kind == "bm25" else 64)
+    hits = open_retriever(tmp_path / "index").find([f"mentor n{i}" for i in range(50)], 5)
+    assert (hits.rows.dtype, hits.scores.dtype, hits.rows.shape) == (np.int64, np.float32, (50, 5))
+    assert np.mean([i in found for i, found in enumerate(hits.rows)]) >= 0.9
 
 
 def test_an_index_appears_whole_with_its_files_and_nothing_else(tmp_path: Path) -> None:
@@ -81,17 +83,17 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
         tmp_path / "index",
         progress=lambda done, total: seen.append((done, total)),
     )
-    assert seen == [(1024, 1500), (1500, 1500)]
+    assert seen == [(0, 1500), (1024, 1500), (1500, 1500)]
 
 
 def test_the_time_left_is_written_now_and_then_and_at_the_end() -> None:
     lines, times = [], iter((0.0, 5.0, 10.0, 15.0, 40.0))
     progress = TimeLeft(lambda line, last: lines.append((line, last)), every_s=10, clock=lambda: next(times))
-    for done in (500, 1000, 1500, 2000):
-        progress(done, 2000)
+    for done in (1000, 1500, 2000, 2500, 3000):  # the first 1,000 were there already
+        progress(done, 3000)
     assert lines == [
-        ("encoded 1,000 of 2,000 passages, 100 a second, 10 s left", False),
-        ("encoded 2,000 of 2,000 passages, 50 a second, 0 s left", True),
+        ("encoded 2,000 of 3,000 passages, 100 a second, 10 s left", False),
+        ("encoded 3,000 of 3,000 passages, 50 a second, 0 s left", True),
     ]
 
 
@@ -110,18 +112,3 @@ def test_a_corpus_file_and_the_same_passages_in_memory_give_one_index(tmp_path: 
     assert from_file.files == build_index(passages, HashEncoder(64), "flat", tmp_path / "memory").files
     assert FileStamp.of(tmp_path / "file" / "vectors.faiss") == from_file.files["vectors.faiss"]
     assert from_file.sources == stamp_sources(tmp_path / "c.jsonl", None)
-
-
-def test_plans_stay_trainable_for_any_size() -> None:
-    for kind in ("ivf", "ivfpq"):
-        for count in (10_000, 20_000, 5_000_000):
-            plan = plan_index(kind, count, 384)
-            num_lists = int(plan.factory.removeprefix("IVF").split(",")[0])
-            assert 1 <= plan.search["nprobe"] <= num_lists <= plan.num_training_rows <= count
-
-
-def test_too_few_passages_for_a_quantiser_and_an_unknown_kind_name_the_remedy() -> None:
-    with pytest.raises(BuildError, match="use kind flat"):
-        plan_index("ivfpq", 1000, 384)
-    with pytest.raises(BuildError, match="flat, ivf, hnsw, ivfpq"):
-        plan_index("lsh", 100, 384)

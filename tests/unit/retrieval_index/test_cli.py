@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from retrieval_index.cli import app
-from retrieval_index.encoder import minilm_folder
+from retrieval_index.encoder import preset_folder
 from retrieval_index.errors import CorpusError, EncoderError
 from retrieval_index.evaluate import Question, all_found, read_questions, recall
 
@@ -77,7 +77,7 @@ def test_a_question_file_without_gold_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.skipif(not (SHARED / "corpus.jsonl").is_file(), reason=f"no shared data at {SHARED}")
 def test_minilm_flat_has_the_measured_recall_on_real_questions(tmp_path: Path) -> None:
     try:
-        minilm_folder()
+        preset_folder("minilm")
     except EncoderError as absent:
         pytest.skip(str(absent))
     embeddings = SHARED / "corpus_minilm_fp16.npy"

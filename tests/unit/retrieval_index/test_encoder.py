@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from retrieval_index.corpus import embedding_text
-from retrieval_index.encoder import HashEncoder, make_encoder, make_recorded_encoder, minilm_folder
+from retrieval_index.encoder import HashEncoder, make_encoder, make_recorded_encoder, preset_folder
 from retrieval_index.errors import EncoderError
 from retrieval_index.manifest import EncoderRecord
 
@@ -98,6 +98,7 @@ def test_a_folder_tells_dimension_pooling_and_length(folder: Path) -> None:
         "max_length": 128,
         "query_prefix": "query: ",
         "passage_prefix": "",
+        "normalised": True,
     }
 
 
@@ -126,7 +127,7 @@ def test_minilm_is_looked_for_in_the_models_folder_first(
     monkeypatch.setenv("MEMPO_MODELS", str(tmp_path / "models"))
     (tmp_path / "models").mkdir()
     folder.rename(tmp_path / "models" / "minilm")
-    assert minilm_folder() == tmp_path / "models" / "minilm"
+    assert preset_folder("minilm") == tmp_path / "models" / "minilm"
 
 
 def test_a_missing_minilm_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,4 +135,4 @@ def test_a_missing_minilm_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("MEMPO_MODELS", str(tmp_path))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EncoderError, match="mempo-ray fetch minilm"):
-        minilm_folder()
+        preset_folder("minilm")

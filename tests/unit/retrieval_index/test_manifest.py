@@ -45,11 +45,11 @@ def test_another_dimension_is_refused_before_the_fingerprint_is_compared(index_f
 
 def test_a_foreign_version_is_refused_even_if_its_fields_are_unknown(index_folder: Path) -> None:
     (index_folder / "manifest.json").write_text(json.dumps({"format_version": 99, "novel": 1}))
-    with pytest.raises(ForeignVersion, match="format 99, this program reads format 1"):
+    with pytest.raises(ForeignVersion, match="format 99, this program reads format 2"):
         check(index_folder)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format_version": 1}', '{"format_version": 1, "files": 3}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format_version": 2}', '{"format_version": 2, "files": 3}'])
 def test_what_is_no_manifest_is_damaged(index_folder: Path, text: str) -> None:
     (index_folder / "manifest.json").write_text(text)
     with pytest.raises(DamagedIndex, match="not a manifest"):
