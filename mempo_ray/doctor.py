@@ -18,6 +18,8 @@ from pathlib import Path
 import psutil
 
 from mempo_ray.config.models import models_dir
+from mempo_ray.rewards.sandbox.levels import Level
+from mempo_ray.rewards.sandbox.local import detect_level
 
 PYTHONS = ((3, 11), (3, 12))
 MEMORY_GB, SHM_GB, DISK_GB = 6.0, 0.6, 5.0
@@ -49,6 +51,7 @@ def examine() -> list[Finding]:
         *check_ports(_in_use),
         *check_models(models_dir()),
         *check_environment(os.environ),
+        *check_sandbox(*detect_level()),
     ]
 
 
@@ -137,6 +140,15 @@ def check_environment(environment: Mapping[str, str]) -> list[Finding]:
             Finding("warning", f"RAY_ADDRESS={address}: runs join that cluster", "unset RAY_ADDRESS for a local one")
         ]
     return []
+
+
+def check_sandbox(level: Level, reasons: Mapping[Level, str]) -> list[Finding]:
+    """Only scorers of programs and the `python` tool need one."""
+    why = "; ".join(f"{better}: {reason}" for better, reason in reasons.items())
+    if level >= Level.NAMESPACES_UID:
+        return [Finding("ok", f"sandbox level {level}" + (f" ({why})" if why else ""))]
+    return [Finding("warning", f"sandbox level {level}: code of a policy is refused here ({why})",
+                    "install bubblewrap (needed for code tasks only), or set reward.sandbox.url")]  # fmt: skip
 
 
 def _free_gb(path: Path) -> float:

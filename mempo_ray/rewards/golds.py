@@ -6,10 +6,10 @@ Raises DataError with what is wrong and the remedy; who loads the rows adds file
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from mempo_ray.errors import DataError
+from mempo_ray.rewards.scorers.program_tests import read_tests
 from mempo_ray.rewards.scorers.text import normalize_answer, parse_number
 
 Golds = tuple[tuple[str, ...], ...]
@@ -60,13 +60,7 @@ def number_golds(golds: Golds) -> Golds:
 
 
 def program_golds(golds: Golds) -> Golds:
-    """Test cases of a program: one JSON object (inputs and outputs, or asserts), or a list of such."""
-    (aliases,) = single_gold(golds)
-    for alias in aliases:
-        try:
-            cases = json.loads(alias)
-        except json.JSONDecodeError as error:
-            raise DataError(f"the test cases are not JSON ({error}); give an object with inputs and outputs") from None
-        if not isinstance(cases, Mapping | list) or not cases:
-            raise DataError("the test cases are empty; give an object with inputs and outputs")
+    """Tests of a program, in JSON (scorers/program_tests.py)."""
+    for alias in single_gold(golds)[0]:
+        read_tests(alias)
     return golds

@@ -14,7 +14,7 @@ from mempo_ray.contracts import Score
 from mempo_ray.errors import DataError
 from mempo_ray.registry import Registry, place_of
 from mempo_ray.rewards.contract import Response, Scorer
-from mempo_ray.rewards.golds import GoldCheck, answer_golds, any_golds, number_golds, single_gold
+from mempo_ray.rewards.golds import GoldCheck, answer_golds, any_golds, number_golds, program_golds, single_gold
 
 Isolation = Literal["thread", "process"]
 
@@ -136,3 +136,4 @@ _built_in("gsm8k:score_gsm8k", "gsm8k", "openai/gsm8k", golds=number_golds)
 _built_in("gsm8k:score_gsm8k_flexible", "gsm8k_flexible", golds=number_golds)
 _built_in("mathematics:score_math", *_MATH, *_DAPO, *_NUMINA, "aime", "*aime*", golds=single_gold, isolation="process")
 _built_in("geometry3k:score_geometry3k", "geometry3k", "hiyouga/geometry3k", golds=single_gold, isolation="process")
+_built_in("code:score_code", "code", "codecontests", "apps", "codeforces", "taco", golds=program_golds)

