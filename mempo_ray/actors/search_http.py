@@ -98,10 +98,10 @@ class HttpSearch:
         body = {"queries": list(queries), "topk": top_k, "return_scores": True}
         try:
             response = await self._client.post(self._url, json=body)
-        except httpx.TransportError as error:
-            raise _TryAgain(f"retrieval.url: {self._url}: {type(error).__name__}: {error}") from error
         except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
             raise ConfigError(f"retrieval.url: {self._url!r} is no address: {error}") from error
+        except httpx.TransportError as error:
+            raise _TryAgain(f"retrieval.url: {self._url}: {type(error).__name__}: {error}") from error
         status = response.status_code
         said = f"retrieval.url: {self._url} answered {status}: {response.text[:200]!r}"
         if status in TRY_AGAIN or status >= 500:

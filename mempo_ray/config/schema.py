@@ -202,14 +202,6 @@ class Retrieval(Section):
         """Whether this run searches an index of its own, with RetrievalActors."""
         return self.mode != "replay" and self.backend == "local"
 
-    @model_validator(mode="after")
-    def _answered(self) -> Retrieval:
-        if self.mode == "replay" and not self.record:
-            raise ValueError("retrieval.record: mode=replay needs the file of a recorded run (its searches.arrow)")
-        if self.mode != "replay" and self.backend == "http" and not self.url.startswith(("http://", "https://")):
-            raise ValueError("retrieval.url: backend=http needs an address such as http://host:8000/retrieve")
-        return self
-
 
 class CustomFunction(Section):
     path: str = ""
@@ -560,6 +552,11 @@ class Config(Section):
             raise ValueError("algorithm.norm_length: aggregation=trajectory_sum_norm needs a positive norm_length")
         if a.adaptive_kl is not None and not a.kl_in_reward:
             raise ValueError("algorithm.adaptive_kl needs algorithm.kl_in_reward=true")
+        r = self.retrieval
+        if r.mode == "replay" and not r.record:
+            raise ValueError("retrieval.record: mode=replay needs the file of a recorded run (its searches.arrow)")
+        if r.mode != "replay" and r.backend == "http" and not r.url.startswith(("http://", "https://")):
+            raise ValueError("retrieval.url: backend=http needs an address such as http://host:8000/retrieve")
         if not self.rollout.min_replicas <= self.rollout.replicas <= self.rollout.max_replicas:
             raise ValueError("rollout.replicas must lie between rollout.min_replicas and rollout.max_replicas")
         if self.memory_reward.scorer_engine == "vllm":

@@ -1,31 +1,59 @@
-"""What every `ports.Search` does: the fake, and a RetrievalActor's plain class over a real index."""
+"""What every `ports.Search` does: the fake, a RetrievalActor's plain class over a real index, a pool of two of them,
+the HTTP client of a real server, and a recorded run replayed."""
 
 import asyncio
 
+import httpx
 import pytest
 
 from mempo_ray.actors.retrieval import RetrievalActor, prepare_index
+from mempo_ray.actors.retrieval_pool import RetrievalPool
+from mempo_ray.actors.search_http import HttpSearch
+from mempo_ray.actors.search_record import Recorder, Replay
 from mempo_ray.config.schema import Retrieval
 from mempo_ray.contracts import Passage
 from mempo_ray.errors import InfrastructureError
+from retrieval_index.server import make_app
+from retrieval_index.service import RetrievalService
+from tests.fakes.handle import FakeHandle
 from tests.fakes.search import FakeSearch
 
 FACTS = [Passage(f"p{n}", "", f"mentor {name} Sari .") for n, name in enumerate(("Boko", "Vela", "Kim"))]
+QUERIES = [fact.text for fact in FACTS]
 
 
-@pytest.fixture(params=["fake", "real"])
+@pytest.fixture(params=["fake", "actor", "pool", "http", "replay"])
 async def search(request, tmp_path):
     if request.param == "fake":
         yield FakeSearch({f.text: [f, *(o for o in FACTS if o is not f)] for f in FACTS})
         return
     settings = Retrieval()
-    actor = RetrievalActor(settings, str(prepare_index(settings, FACTS, tmp_path / "index")), search_s=60)
-    yield actor.search
-    await actor.close()
+    folder = prepare_index(settings, FACTS, tmp_path / "index")
+    if request.param == "http":
+        app = make_app(RetrievalService.open(folder), folder)
+        async with app.router.lifespan_context(app):
+            client = HttpSearch("http://here/retrieve", 60, transport=httpx.ASGITransport(app))
+            yield client
+            await client.close()
+        return
+    actors = [RetrievalActor(settings, str(folder), search_s=60) for _ in range(2)]
+    if request.param == "actor":
+        yield actors[0].search
+    elif request.param == "pool":
+        pool = RetrievalPool(deadline_s=60)
+        pool.announce([FakeHandle(actor) for actor in actors])
+        yield pool
+    else:
+        recorder = Recorder(actors[0].search, tmp_path / "searches.arrow")
+        for top_k in (1, 2, 3):
+            await recorder(["", *QUERIES], top_k)
+        yield Replay(tmp_path / "searches.arrow")
+    for actor in actors:
+        await actor.close()
 
 
 async def test_one_list_per_query_in_order_best_first(search):
-    found = await search([fact.text for fact in reversed(FACTS)], 2)
+    found = await search(QUERIES[::-1], 2)
     assert [passages[0].id for passages in found] == ["p2", "p1", "p0"]
 
 
