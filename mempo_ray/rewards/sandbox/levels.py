@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -121,9 +122,6 @@ def _namespaces(root: bool, limits: Limits) -> list[str]:
             "--"]  # fmt: skip
 
 
-_serial = itertools.count()
-
-
 @contextlib.contextmanager
 def cgroups_of(limits: Limits) -> Generator[tuple[Path, ...], None, None]:
     """A cgroup for one run (version 2), or one each for its processes and its memory (version 1).
@@ -133,7 +131,7 @@ def cgroups_of(limits: Limits) -> Generator[tuple[Path, ...], None, None]:
     Raises:
         InfrastructureError: none can be made here, with the reason; or one could not be emptied.
     """
-    name = f"mempo-sandbox-{os.getpid()}-{next(_serial)}"
+    name = f"mempo-sandbox-{secrets.token_hex(8)}"
     made: list[Path] = []
     try:
         try:
