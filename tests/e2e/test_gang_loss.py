@@ -1,8 +1,9 @@
-"""A policy rank is killed in the middle of a step: the run goes back to its checkpoint, or ends with one message."""
+"""A rank or the batch executor is killed in the middle of a step: the run goes back to its checkpoint, or ends."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,24 @@ def kill_a_rank(run: DriverRun) -> None:
     ranks[1].kill()
 
 
-@pytest.mark.parametrize("step", [1, 2])  # back to the checkpoint after the cold start, or to that of a step
-def test_the_step_is_done_again_by_a_new_gang_from_the_newest_checkpoint(step: int, tmp_path: Path):
+def kill_the_executor(run: DriverRun) -> None:
+    run.find("ray::BatchExecutor").kill()
+
+
+@pytest.mark.parametrize(
+    ("kill", "step"),
+    [
+        pytest.param(kill_a_rank, 1, id="a rank, back to the checkpoint after the cold start"),
+        pytest.param(kill_a_rank, 2, id="a rank, back to that of a step"),
+        pytest.param(kill_the_executor, 2, id="the executor"),
+    ],
+)
+def test_the_step_is_done_again_by_a_new_gang_from_the_newest_checkpoint(
+    kill: Callable[[DriverRun], None], step: int, tmp_path: Path
+):
     with adopted_orphans(), DriverRun(tmp_path, *WORDS) as run:
         run.wait_for(f"step {step}: sampling")
-        kill_a_rank(run)
+        kill(run)
         assert run.finish() == 0, run.output
         assert run.left_behind == []
     assert "going back to" in run.output
