@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -28,7 +29,7 @@ from mempo_ray.algo.advantage import (
     mini_batches,
     step_advantages,
 )
-from mempo_ray.algo.kl_reward import kl_request, next_kl_coef, trajectory_kl
+from mempo_ray.algo.kl_reward import kl_request, next_kl_coef, token_kl
 from mempo_ray.algo.memory_reward import MemoryRequest, MemorySample, dropped_turns
 from mempo_ray.algo.registry import MEMORY_REWARDS
 from mempo_ray.config.schema import Config
@@ -47,6 +48,7 @@ from mempo_ray.contracts import (
 from mempo_ray.errors import MempoError, Overloaded, TrainingError
 from mempo_ray.ports import LogProbs, Rewards, Rollouts
 
+UNJUDGED = ("timeout", "infrastructure")  # kinds of Unscored that another try may mend
 RETRY_S = 0.5  # wait before a refused (Overloaded) request is offered again
 
 
@@ -57,11 +59,29 @@ class Sample:
     finished: Finished
     score: Score | None = None
     memory: tuple[MemorySample, ...] = ()
-    kl: float = 0.0  # Σ_k log π_old − log π_ref, only under kl_in_reward
+    kl_T: np.ndarray | None = None  # log π_old − log π_ref of all output tokens, only under kl_in_reward
+    num_rescores: int = 0
 
     @property
     def key(self) -> tuple[str, int]:
         return self.finished.summary.task_id, self.finished.summary.sibling
+
+    @property
+    def kl(self) -> float:
+        return 0.0 if self.kl_T is None else float(self.kl_T.sum())
+
+    @property
+    def extra(self) -> dict[str, object]:
+        """reward_extra_info: what the scorer reported, and the mean memory reward over the turns that have one."""
+        extra = dict(self.score.extra) if isinstance(self.score, Scored) else {}
+        if self.memory:
+            extra["traj_avg_mem_reward"] = float(np.mean([sample.reward for sample in self.memory]))
+        return extra
+
+    @property
+    def is_unscored(self) -> bool:
+        """Excluded for want of a score; the episode itself is whole."""
+        return (self.excluded_because or "").startswith("unscored")
 
     @property
     def excluded_because(self) -> str | None:
@@ -229,12 +249,23 @@ class _Judge:
             return Sample(finished)
         try:
             async with asyncio.TaskGroup() as group:
-                score = group.create_task(self._rewards.score(finished.payload))
+                score = group.create_task(self._score(finished.payload))
                 memory = group.create_task(self._memory(questions.memory))
                 kl = group.create_task(self._kl(questions.kl))
         except* MempoError as errors:
             raise errors.exceptions[0] from None
-        return Sample(finished, score.result(), memory.result(), kl.result())
+        outcome, num_rescores = score.result()
+        return Sample(finished, outcome, memory.result(), kl.result(), num_rescores)
+
+    async def _score(self, payload: PayloadRef) -> tuple[Score, int]:
+        """The outcome, and how often it was asked for again: only where nobody has judged the trajectory yet."""
+        num_rescores = 0
+        while True:
+            score = await self._rewards.score(payload)
+            judged = isinstance(score, Scored) or score.kind not in UNJUDGED
+            if judged or num_rescores == self._config.reward.max_rescores:
+                return score, num_rescores
+            num_rescores += 1
 
     async def _memory(self, asked: MemoryRequest | None) -> tuple[MemorySample, ...]:
         if asked is None or self._scorer is None:
@@ -243,11 +274,11 @@ class _Judge:
             asked, await self._ask(self._scorer, asked.request), self._config.memory_reward
         )
 
-    async def _kl(self, requests: tuple[LogProbRequest, ...]) -> float:
+    async def _kl(self, requests: tuple[LogProbRequest, ...]) -> np.ndarray | None:
         if not requests or self._logprobs is None:
-            return 0.0
+            return None
         asked = [self._ask(self._logprobs, request) for request in requests]
-        return trajectory_kl(*await asyncio.gather(*asked))
+        return token_kl(*await asyncio.gather(*asked))
 
     async def _ask(self, logprobs: LogProbs, request: LogProbRequest) -> LogProbResult:
         """A refused request is offered again until its deadline: back-pressure slows scoring, it loses nothing."""
@@ -268,6 +299,7 @@ class Assembled:
 
     plan: TrainPlan
     metrics: Mapping[str, float]
+    kl_coef: float = 0.0  # κ of this step
     advantages: Mapping[tuple[str, int], tuple[tuple[float, ...], tuple[float, ...]]] = field(default_factory=dict)
     num_missing_tasks: int = 0  # new tasks that the group filter wants in place of dropped ones
 
@@ -278,10 +310,9 @@ def assemble(
     """Advantages of all groups and the plan of the step. Pure.
 
     Raises:
-        TrainingError: a turn was sampled by other weights than `version`, or more than `run.max_excluded_share` of the
-            trajectories were excluded; the message lists the reasons.
+        TrainingError: a turn was sampled by other weights than `version`; or what `check_excluded` raises.
     """
-    _check_excluded(samples, config)
+    check_excluded(samples, config)
     groups: dict[str, list[Survivor]] = {}
     for survivor in survivors_of(samples):
         summary = survivor.summary
@@ -312,6 +343,7 @@ def assemble(
             **_advantage_metrics(advantages, decision.kept),
             **memory_metrics(advantages),
         },
+        kl_coef,
         {
             (item.summary.task_id, item.summary.sibling): (item.outcome_advantage_S, item.memory_advantage_S)
             for item in items
@@ -325,19 +357,24 @@ def survivors_of(samples: Sequence[Sample]) -> list[Survivor]:
     return [survivor for sample in samples if (survivor := sample.survivor()) is not None]
 
 
-def _check_excluded(samples: Sequence[Sample], config: Config) -> None:
-    reasons: dict[str, int] = {}
-    for sample in samples:
-        if (reason := sample.excluded_because) is not None:
-            reasons[reason] = reasons.get(reason, 0) + 1
-    share = sum(reasons.values()) / max(1, len(samples))
-    if share > config.run.max_excluded_share:
-        worst = sorted(reasons.items(), key=lambda item: -item[1])[:5]
-        listed = "; ".join(f"{count} × {reason}" for reason, count in worst)
-        raise TrainingError(
-            f"{share:.0%} of the step's trajectories are excluded, run.max_excluded_share is "
-            f"{config.run.max_excluded_share:.0%}: {listed}"
-        )
+def check_excluded(samples: Sequence[Sample], config: Config) -> None:
+    """Too many broken episodes, or too many without a score, are no sample of the policy any more.
+
+    Raises:
+        TrainingError: more than `reward.max_unscored_share` have no score, or more than `run.max_excluded_share` broke;
+            lists the reasons.
+    """
+    excluded = [sample for sample in samples if sample.excluded_because is not None]
+    for is_unscored, key, limit in (
+        (True, "reward.max_unscored_share", config.reward.max_unscored_share),
+        (False, "run.max_excluded_share", config.run.max_excluded_share),
+    ):
+        reasons = Counter(sample.excluded_because for sample in excluded if sample.is_unscored == is_unscored)
+        if reasons.total() > limit * len(samples):
+            listed = "; ".join(f"{count} × {reason}" for reason, count in reasons.most_common(5))
+            raise TrainingError(
+                f"{reasons.total()} of {len(samples)} trajectories are excluded, {key} is {limit:.0%}: {listed}"
+            )
 
 
 def _mini_batches(
@@ -360,6 +397,8 @@ def rollout_metrics(samples: Sequence[Sample], config: Config) -> dict[str, floa
     metrics = {
         "rollout/num_trajectories": float(len(samples)),
         "rollout/excluded_share": 1 - len(scored) / max(1, len(samples)),
+        "rollout/unscored_share": sum(s.is_unscored for s in samples) / max(1, len(samples)),
+        "rollout/num_rescores": float(sum(s.num_rescores for s in samples)),
         "rollout/payload_bytes": float(sum(s.finished.summary.num_bytes for s in samples)),  # held until the step ends
         "rollout/num_reencoded": float(sum(s.finished.summary.num_reencoded for s in samples)),
     }
@@ -377,7 +416,7 @@ def rollout_metrics(samples: Sequence[Sample], config: Config) -> dict[str, floa
         "memory/num_dropped": float(sum(len(dropped_turns(s, config.memory_reward)) for s in summaries)),
         "rollout/memory_turn_share": float(np.mean([m > 0 for s in summaries for m in s.memory_tokens_S])),
     }
-    metrics |= _extra_means([s.score.extra for s in samples if isinstance(s.score, Scored)])
+    metrics |= _extra_means([s.extra for s in samples])
     reasons = [s.end_reason.value for s in summaries]
     return metrics | {f"rollout/end_{reason}_share": reasons.count(reason) / len(reasons) for reason in set(reasons)}
 

@@ -44,8 +44,8 @@ def kl_request(
     )
 
 
-def trajectory_kl(old: LogProbResult, reference: LogProbResult) -> float:
-    """Σ_k (log π_old − log π_ref) over all output tokens of the trajectory (k1). The penalty is κ times this.
+def token_kl(old: LogProbResult, reference: LogProbResult) -> np.ndarray:
+    """log π_old − log π_ref of each output token of the trajectory (k1), float64 [T]. The penalty is κ times its sum.
 
     End-of-turn tokens that the system added (`rollout.stop_at_tags`) are counted in: summaries do not tell them apart.
 
@@ -55,10 +55,10 @@ def trajectory_kl(old: LogProbResult, reference: LogProbResult) -> float:
     old_T, reference_T = np.concatenate(old.logprobs), np.concatenate(reference.logprobs)
     if old_T.shape != reference_T.shape:
         raise TrainingError(f"{old.id}: {old_T.size} log-probs of the policy, {reference_T.size} of the reference")
-    kl = float(np.sum(old_T.astype(np.float64) - reference_T))
-    if not np.isfinite(kl):
+    kl_T = old_T.astype(np.float64) - reference_T
+    if not np.isfinite(kl_T).all():
         raise TrainingError(f"{old.id}: non-finite log-prob in the KL penalty")
-    return kl
+    return kl_T
 
 
 def next_kl_coef(coef: float, kl: float, num_trajectories: int, settings: AdaptiveKL) -> float:

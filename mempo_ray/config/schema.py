@@ -274,6 +274,10 @@ class Reward(Section):
     """Score of a program: the share of tests that it passes, or 1 only where it passes all."""
     code_s: Positive = 20
     """Seconds that all tests of one program may run in all; the rest then counts as failed. Below `timeout_s`."""
+    max_rescores: Annotated[int, Field(ge=0)] = 1
+    """How often a trajectory is scored again that nobody has judged: the scorer was late, or its process broke."""
+    max_unscored_share: Share = 0.2
+    """Above this share of a step's trajectories without a score, the run ends with the reasons."""
     log_samples: Annotated[int, Field(ge=0)] = 3
     """First trajectories of a run that are printed and logged with their scores by rule."""
 

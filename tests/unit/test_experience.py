@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
 
 import pytest
 
 from mempo_ray.config.schema import Config
-from mempo_ray.contracts import EndReason, EpisodeRequest, LogProbRequest, LogProbResult, Score, Scored, Task, Unscored
+from mempo_ray.contracts import (
+    EndReason,
+    EpisodeRequest,
+    LogProbRequest,
+    LogProbResult,
+    PayloadRef,
+    Score,
+    Scored,
+    Task,
+    Unscored,
+)
 from mempo_ray.errors import EngineFailed, TrainingError, WorkerFailed
-from mempo_ray.experience import Collected, Sample, adapted_kl_coef, assemble, collect
+from mempo_ray.experience import Collected, Sample, adapted_kl_coef, assemble, collect, rollout_metrics
 from tests.fakes.logprobs import FakeLogProbs, Key
 from tests.fakes.rewards import FakeRewards
 from tests.fakes.rollouts import VERSION, FakeRollouts, finished
@@ -155,6 +166,12 @@ async def test_kl_in_the_reward_asks_both_models_once_a_trajectory():
     assert [sample.kl for sample in collected.samples] == [10.0, 5.0]  # 1 a token over all turns
 
 
+async def test_the_mean_memory_reward_of_a_trajectory_is_in_its_extra_info():
+    samples = await sampled()
+    assert [sample.extra["traj_avg_mem_reward"] for sample in samples] == pytest.approx([0.4, -0.1])
+    assert rollout_metrics(samples, config())["reward/extra/traj_avg_mem_reward"] == pytest.approx(0.15)
+
+
 # -- assemble -----------------------------------------------------------------------------------------------
 
 
@@ -162,7 +179,9 @@ async def test_the_worked_example_of_the_algorithm():
     assembled = assemble(await sampled(), config(), step=1, version=VERSION, kl_coef=0)
 
     (first, second) = assembled.plan.items
-    assert (first.outcome_advantage_S[0], second.outcome_advantage_S[0]) == pytest.approx((0.707106, -0.707106), abs=1e-6)
+    assert (first.outcome_advantage_S[0], second.outcome_advantage_S[0]) == pytest.approx(
+        (0.707106, -0.707106), abs=1e-6
+    )
     assert first.memory_advantage_S == pytest.approx((-0.094916, 1.044071), abs=1e-6)
     assert second.memory_advantage_S == pytest.approx((-0.949155,), abs=1e-6)
     assert assembled.plan.mini_batches == ((0, 1),)
@@ -176,22 +195,70 @@ def judged(key: Key, score: Score | float | None, **kwargs) -> Sample:
 
 async def test_an_unscored_trajectory_leaves_the_group_s_statistics():
     samples = [judged(("q", g), score) for g, score in enumerate((1.0, 0.0, Unscored("took 30 s", "timeout")))]
-    settings = config(run={"max_excluded_share": 0.5})
+    settings = config(reward={"max_unscored_share": 0.5})
     plan = assemble(samples, settings, step=1, version=VERSION, kl_coef=0).plan
 
     assert [item.summary.sibling for item in plan.items] == [0, 1]
     assert [item.outcome_advantage_S[0] for item in plan.items] == pytest.approx([0.707106, -0.707106], abs=1e-6)
 
 
-async def test_too_many_excluded_end_the_run_with_the_reasons_counted():
+LATE = Unscored("took 30 s", "timeout")
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (
+            {},
+            r"3 of 6 .*reward\.max_unscored_share is 20%: 2 × unscored: timeout: took 30 s; 1 × unscored: scorer_error",
+        ),
+        ({"reward": {"max_unscored_share": 0.5}}, r"2 of 6 .*run\.max_excluded_share is 20%: 2 × tool_failed"),
+    ],
+)
+async def test_too_many_unscored_or_broken_end_the_run_each_with_its_own_key_and_reasons(limits, message):
     samples = [
         judged(("q", 0), 1.0),
-        judged(("q", 1), Unscored("took 30 s", "timeout")),
-        judged(("r", 0), Unscored("took 30 s", "timeout")),
-        judged(("r", 1), None, end_reason=EndReason.TOOL_FAILED),
+        *(judged(("q", g), LATE) for g in (1, 2)),
+        judged(("q", 3), Unscored("KeyError: 'x'", "scorer_error")),
+        *(judged(("r", g), None, end_reason=EndReason.TOOL_FAILED) for g in (0, 1)),
     ]
-    with pytest.raises(TrainingError, match=r"75%.*max_excluded_share is 20%: 2 × unscored: timeout.*1 × tool_failed"):
-        assemble(samples, config(), step=1, version=VERSION, kl_coef=0)
+    with pytest.raises(TrainingError, match=message):
+        assemble(samples, config(**limits), step=1, version=VERSION, kl_coef=0)
+
+
+class FlakyRewards(FakeRewards):
+    """The first answers are `first`, in turn."""
+
+    def __init__(self, first: Sequence[Score], **scores: float) -> None:
+        super().__init__(**scores)
+        self._first = list(first)
+
+    async def score(self, payload: PayloadRef) -> Score:
+        score = await super().score(payload)
+        return self._first.pop(0) if self._first else score
+
+
+@pytest.mark.parametrize(
+    ("first", "max_rescores", "score", "num_rescores"),
+    [
+        ([LATE], 1, Scored(1.0), 1),
+        ([Unscored("actor died", "infrastructure"), LATE], 2, Scored(1.0), 2),
+        ([LATE, LATE], 1, LATE, 1),
+        ([LATE], 0, LATE, 0),
+        ([Unscored("KeyError", "scorer_error")], 3, Unscored("KeyError", "scorer_error"), 0),  # it would fail again
+    ],
+)
+async def test_only_what_nobody_has_judged_is_scored_again_and_within_the_limit(
+    first, max_rescores, score, num_rescores
+):
+    rewards = FlakyRewards(first, q_0=1.0)
+    settings = config(reward={"max_rescores": max_rescores, "max_unscored_share": 1})
+    collected = await run(settings, rollouts=FakeRollouts(GROUP[:1]), rewards=rewards, logprobs=None)
+    (sample,) = collected.samples
+    assert (sample.score, sample.num_rescores, len(rewards.asked)) == (score, num_rescores, num_rescores + 1)
+    metrics = rollout_metrics(collected.samples, settings)
+    assert metrics["rollout/num_rescores"] == num_rescores
+    assert metrics["rollout/unscored_share"] == isinstance(score, Unscored)
 
 
 async def test_a_turn_of_other_weights_is_refused():
@@ -202,9 +269,11 @@ async def test_a_turn_of_other_weights_is_refused():
 
 async def test_a_non_finite_score_is_excluded_not_spread_over_the_group():
     samples = [judged(("q", g), score) for g, score in enumerate((1.0, 0.0, math.nan))]
-    settings = config(run={"max_excluded_share": 0.5})
+    settings = config(reward={"max_unscored_share": 0.5})
     assembled = assemble(samples, settings, step=1, version=VERSION, kl_coef=0)
-    assert [item.outcome_advantage_S[0] for item in assembled.plan.items] == pytest.approx([0.707106, -0.707106], abs=1e-6)
+    assert [item.outcome_advantage_S[0] for item in assembled.plan.items] == pytest.approx(
+        [0.707106, -0.707106], abs=1e-6
+    )
 
 
 async def test_flat_groups_are_sampled_again_until_the_last_round_and_then_dropped():

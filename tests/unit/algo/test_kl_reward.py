@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mempo_ray.algo.kl_reward import kl_request, next_kl_coef, trajectory_kl
+from mempo_ray.algo.kl_reward import kl_request, next_kl_coef, token_kl
 from mempo_ray.config.schema import AdaptiveKL
 from mempo_ray.contracts import EndReason, LogProbResult, PayloadRef, TrajectorySummary
 from mempo_ray.errors import TrainingError
@@ -24,15 +24,15 @@ def test_every_output_token_is_asked_behind_its_own_prompt():
     assert (request.model, request.temperature) == ("reference", 0.7)
 
 
-def test_the_penalty_is_a_sum_over_all_output_tokens():
-    assert trajectory_kl(result([-1, -2], [-3]), result([-1.5, -2], [-2])) == pytest.approx(0.5 - 1)
+def test_every_output_token_has_its_kl():
+    assert token_kl(result([-1, -2], [-3]), result([-1.5, -2], [-2])).tolist() == [0.5, 0, -1]
 
 
 def test_answers_of_another_shape_or_not_finite_end_the_run():
     with pytest.raises(TrainingError):
-        trajectory_kl(result([-1, -2]), result([-1]))
+        token_kl(result([-1, -2]), result([-1]))
     with pytest.raises(TrainingError):
-        trajectory_kl(result([-1]), result([np.inf]))
+        token_kl(result([-1]), result([np.inf]))
 
 
 @pytest.mark.parametrize(("kl", "factor"), [(0.1, 1.0), (10.0, 1 + 0.2 * 64 / 1000), (0.0, 1 - 0.2 * 64 / 1000)])
