@@ -320,8 +320,8 @@ def _check_embeddings(config: Config, encoder: Encoder) -> None:
 
 
 def _count_lines(file: Path) -> int | None:
-    """Lines that are not blank; None for a compressed file, which the build will count."""
-    if file.suffix == ".gz":
+    """Lines that are not blank; None for a compressed file or one with a header, which the build will count."""
+    if file.suffix in (".gz", ".tsv"):
         return None
     with file.open("rb") as lines:
         return sum(1 for line in lines if line.strip())

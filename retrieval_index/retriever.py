@@ -10,6 +10,7 @@ neither torch nor FAISS, whether that will succeed.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import numpy as np
 from retrieval_index import manifest as manifests
 from retrieval_index.corpus import Passage, PassageStore
 from retrieval_index.encoder import Encoder, make_recorded_encoder
+from retrieval_index.encoder_process import EncoderProcess
 from retrieval_index.manifest import BM25_FOLDER, PASSAGES_FILE, Manifest
 
 if TYPE_CHECKING:
@@ -174,7 +176,7 @@ def open_retriever(
     Args:
         encoder: its name or folder, where it is not the one that the manifest names (a folder that moved). Kind
             bm25 has none and takes no notice.
-        device: `cpu` or `cuda`, of encoder and vectors.
+        device: `cpu` or `cuda`, of encoder and vectors; with `cuda` the encoder has a process of its own.
         num_threads: of encoder and vectors each, which run one after the other; None leaves their defaults.
 
     Raises:
@@ -186,7 +188,10 @@ def open_retriever(
     if manifest.encoder is not None:
         from retrieval_index.index import PassageIndex  # here, so that importing this module loads no FAISS
 
-        chosen = make_recorded_encoder(manifest.encoder, encoder, device=device, num_threads=num_threads)
+        make = functools.partial(
+            make_recorded_encoder, manifest.encoder, encoder, device=device, num_threads=num_threads
+        )
+        chosen = EncoderProcess(make) if device == "cuda" else make()
         index = PassageIndex.open(
             folder, encoder_fingerprint=chosen.fingerprint, device=device, num_threads=num_threads
         )

@@ -176,8 +176,8 @@ class Retrieval(Section):
     """'hash' (no model), 'minilm', or a local sentence-encoder folder."""
     embeddings: str = ""
     """Prepared passage embeddings (.npy, row i = passage i) in place of the encoder pass."""
-    kind: Literal["flat", "ivf", "hnsw", "ivfpq"] = "flat"
-    """FAISS index to build."""
+    kind: Literal["flat", "ivf", "hnsw", "ivfpq", "bm25", "hybrid"] = "flat"
+    """Index to build: FAISS, BM25 (no encoder), or flat and BM25 fused (hybrid)."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where encoder and index run."""
     replicas: Count = 1
