@@ -24,7 +24,7 @@ import numpy as np
 
 from mempo_ray.config.schema import Rollout, WeightSync
 from mempo_ray.contracts import WeightManifest, WeightProof
-from mempo_ray.errors import TrainingError
+from mempo_ray.errors import ConfigError, TrainingError
 from mempo_ray.ports import GenerateRequest, Generation
 
 NO_WEIGHTS = -1
@@ -131,6 +131,12 @@ class Engine(Protocol):
 def unproven(model_dir: str, version: int = 0) -> WeightManifest:
     """A manifest that vouches for a model folder as it lies there: what `ask` and `eval` serve, without a policy."""
     return WeightManifest(version=version, uri=model_dir, proof=WeightProof(ids=(), logprobs=()))
+
+
+def check_scores(rollout: Rollout) -> None:
+    """An engine that samples at τ reports log-probs of logits / τ; scores are defined at 1. Raises ConfigError."""
+    if rollout.temperature != 1:
+        raise ConfigError(f"rollout.temperature={rollout.temperature:g}: an engine scores at temperature 1 only")
 
 
 def verified_gap(proof: WeightProof, logprobs: np.ndarray | Sequence[float], max_gap: float, version: int) -> float:

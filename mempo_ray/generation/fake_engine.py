@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from mempo_ray.config.schema import Rollout
 from mempo_ray.contracts import WeightManifest
 from mempo_ray.errors import ConfigError, DeadlineExceeded, EngineFailed, TrainingError
-from mempo_ray.generation.engine import NO_WEIGHTS, Continuation, verified_gap
+from mempo_ray.generation.engine import NO_WEIGHTS, Continuation, check_scores, verified_gap
 from mempo_ray.ports import GenerateRequest, Generation
 
 Script = Callable[[GenerateRequest], Sequence[int]]
@@ -96,6 +96,7 @@ class FakeEngine:
     async def score(
         self, continuations: Sequence[Continuation], group: str, deadline_s: float
     ) -> tuple[int, list[np.ndarray]]:
+        check_scores(self._rollout)
         self._check_proven()
         try:
             async with asyncio.timeout(deadline_s):

@@ -24,7 +24,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from mempo_ray.config.schema import Rollout, WeightSync
 from mempo_ray.contracts import WeightManifest, WeightProof
 from mempo_ray.errors import ConfigError, DeadlineExceeded, EngineFailed
-from mempo_ray.generation.engine import NO_WEIGHTS, Continuation, output_to, verified_gap
+from mempo_ray.generation.engine import NO_WEIGHTS, Continuation, check_scores, output_to, verified_gap
 from mempo_ray.generation.vllm_forcing import FORCED
 from mempo_ray.ports import GenerateRequest, Generation
 
@@ -116,7 +116,7 @@ class VllmEngine:
             except ValueError as error:  # found in this process, before any child
                 raise ConfigError(f"rollout: vLLM refuses these options for {self._model_dir}: {error}") from error
         for handler in logging.getLogger("vllm").handlers:
-            if isinstance(handler, logging.StreamHandler):
+            if type(handler) is logging.StreamHandler:  # vLLM's own; another's subclass is its owner's
                 handler.setStream(self._log_file.open("a"))
 
     async def generate(self, request: GenerateRequest) -> Generation:
@@ -144,8 +144,7 @@ class VllmEngine:
     async def score(
         self, continuations: Sequence[Continuation], group: str, deadline_s: float
     ) -> tuple[int, list[np.ndarray]]:
-        if self._rollout.temperature != 1:
-            raise ConfigError(f"rollout.temperature={self._rollout.temperature:g}: an engine scores at 1 only")
+        check_scores(self._rollout)
         async with self._deadline(f"log-probs of group {group}", deadline_s):
             version = await self._proven_version()
             forced = [self._forced(continuation, version) for continuation in continuations]

@@ -15,7 +15,7 @@ import pytest_asyncio
 from mempo_ray.config.schema import Rollout, WeightSync
 from mempo_ray.contracts import WeightManifest, WeightProof
 from mempo_ray.errors import ConfigError, DeadlineExceeded, EngineFailed, TrainingError
-from mempo_ray.generation.engine import NO_WEIGHTS, Engine, build_engine, unproven
+from mempo_ray.generation.engine import NO_WEIGHTS, Continuation, Engine, build_engine, unproven
 from mempo_ray.generation.fake_engine import FakeEngine
 from mempo_ray.ports import GenerateRequest, Generation
 from tests.fakes.tiny_model import END_OF_TURN_ID, VOCAB_SIZE, logprobs, manifest, save_tiny_model, save_tiny_tokenizer
@@ -224,6 +224,11 @@ async def test_log_probs_are_those_of_transformers_over_temperature_and_of_the_n
             ids = [*request.prompt_ids.tolist(), *answer.output_ids.tolist()]
             expected = logprobs(case.models[which], ids, temperature)[-len(answer.output_ids) :]
             np.testing.assert_allclose(answer.logprobs, expected, atol=2e-5)
+
+
+async def test_an_engine_that_samples_at_another_temperature_than_1_does_not_score(engine: Engine):
+    with pytest.raises(ConfigError, match=r"rollout\.temperature=0\.7"):
+        await engine.score([Continuation(np.arange(2, 9), np.arange(3))], "g", 5)
 
 
 async def test_a_cached_prefix_gives_the_log_probs_of_a_fresh_one(case: Case, engine: Engine):
