@@ -21,7 +21,7 @@ from mempo_ray.contracts import (
     Unscored,
 )
 from mempo_ray.errors import EngineFailed, TrainingError, WorkerFailed
-from mempo_ray.experience import Collected, Sample, adapted_kl_coef, assemble, collect, rollout_metrics
+from mempo_ray.experience import Collected, Sample, adapted_kl_coef, assemble, collect, rollout_metrics, scoring_metrics
 from tests.fakes.logprobs import FakeLogProbs, Key
 from tests.fakes.rewards import FakeRewards
 from tests.fakes.rollouts import VERSION, FakeRollouts, finished
@@ -48,9 +48,10 @@ async def run(
     rollouts: FakeRollouts | None = None,
     rewards: FakeRewards | None = None,
     logprobs: FakeLogProbs | None = None,
+    scorer: FakeLogProbs | None = None,
 ) -> Collected:
     ports = (rollouts or FakeRollouts(GROUP), rewards or FakeRewards(q_0=1.0, q_1=0.0))
-    return await collect(REQUESTS, *ports, logprobs, settings or config(), VERSION)
+    return await collect(REQUESTS, *ports, logprobs, settings or config(), VERSION, scorer=scorer)
 
 
 async def sampled(settings: Config | None = None) -> tuple[Sample, ...]:
@@ -166,6 +167,23 @@ async def test_kl_in_the_reward_asks_both_models_once_a_trajectory():
     assert [sample.kl for sample in collected.samples] == [10.0, 5.0]  # 1 a token over all turns
 
 
+async def test_memories_are_the_scorers_business_and_the_kl_stays_the_policys():
+    settings = config(algorithm={"kl_in_reward": True, "kl_coef": 0})
+    policy, engines = FakeLogProbs(), FakeLogProbs()
+    collected = await run(settings, logprobs=policy, scorer=engines)
+
+    assert engines.journal == ["memory/q/0/0", "memory/q/1/0"]
+    assert len(policy.journal) == 4
+    assert all(name.startswith("kl-") for name in policy.journal)
+    assert all(sample.memory and sample.kl for sample in collected.samples)
+
+
+def test_hidden_scoring_is_what_did_not_lie_behind_the_last_trajectory():
+    assert scoring_metrics(busy_s=4.0, exposed_s=0.5)["scoring/hidden_share"] == 0.875
+    assert scoring_metrics(busy_s=4.0, exposed_s=4.1)["scoring/hidden_share"] == 0.0
+    assert "scoring/hidden_share" not in scoring_metrics(busy_s=0.0, exposed_s=0.1)
+
+
 async def test_the_mean_memory_reward_of_a_trajectory_is_in_its_extra_info():
     samples = await sampled()
     assert [sample.extra["traj_avg_mem_reward"] for sample in samples] == pytest.approx([0.4, -0.1])
@@ -210,7 +228,7 @@ LATE = Unscored("took 30 s", "timeout")
     [
         (
             {},
-            r"3 of 6 .*reward\.max_unscored_share is 20%: 2 × unscored: timeout: took 30 s; 1 × unscored: scorer_error",
+            r"3 of 6 .*reward\.max_unscored_share is 20%: 2 × unscored: timeout: took 30 s; 1 × unscored: scorer_err",
         ),
         ({"reward": {"max_unscored_share": 0.5}}, r"2 of 6 .*run\.max_excluded_share is 20%: 2 × tool_failed"),
     ],
