@@ -2,7 +2,7 @@
 
 stage      consumes                       produces                          on failure
 start      checkpoint, or tasks           policy, engines at its version    typed, before the first step
-evaluate   held-out tasks                 EM, F1, TT, PT by question        above max_excluded_share: the run ends
+evaluate   held-out tasks                 EM, F1, TT, PT by question        too many excluded: the run ends
 log        payloads, scores, advantages   trajectories/*.parquet, metrics   the run ends: an unlogged step is lost
 save       policy, positions, results     checkpoints/step_…                the run ends; the last complete stays
 finish     all of the above               summary.json, learning_curve.png
@@ -39,6 +39,7 @@ from mempo_ray.experience import (
     Sample,
     adapted_kl_coef,
     assemble,
+    check_excluded,
     collect,
     scoring_metrics,
     survivors_of,
@@ -50,7 +51,7 @@ from mempo_ray.observability.report import draw_learning_curve, summary_table
 from mempo_ray.observability.resources import MemoryMonitor
 from mempo_ray.observability.run_folder import RunFolder
 from mempo_ray.observability.timing import StageTimer
-from mempo_ray.trajectory_log import drifted_turns, log_table, read_memories
+from mempo_ray.trajectory_log import drifted_turns, log_tables, read_memories
 
 
 @dataclass
@@ -214,7 +215,8 @@ class Session:
         kept = [sample for sample in samples if sample.finished.payload is not None]
         wanted = self.config.reward.log_samples - self.progress.num_samples_shown
         for sample, batch in list(zip(kept, batches, strict=True))[: max(0, wanted)]:
-            text = transcript(batch.trajectories()[0], sample.score)
+            (trajectory,) = batch.trajectories()
+            text = transcript(trajectory, sample.score, sample.extra, self.renderer.tokenizer.decode)
             self.display.say(text + "\n")
             self.folder.append_text("samples.txt", text + "\n\n")
             self.progress.num_samples_shown += 1
@@ -271,7 +273,8 @@ class Session:
         refs = [sample.finished.payload for sample in kept if sample.finished.payload is not None]
         batches = await asyncio.gather(*(self.fleet.payloads.read(ref) for ref in refs))
         advantages = assembled.advantages if assembled is not None else {}
-        tables = [log_table(batch, sample, advantages) for batch, sample in zip(batches, kept, strict=True)]
+        kl_coef = assembled.kl_coef if assembled is not None else 0.0
+        tables = log_tables(batches, kept, advantages, kl_coef)
         await asyncio.to_thread(self.folder.write_trajectories, name, tables)
         excluded = [s for s in samples if s.excluded_because is not None]
         self.folder.append_jsonl(
@@ -300,10 +303,7 @@ class Session:
                 self.display.advance,
             )
         kept = [s for s in collected.samples if s.excluded_because is None]
-        excluded = len(requests) - len(kept)
-        if excluded > self.config.run.max_excluded_share * len(requests):
-            reasons = "; ".join(sorted({s.excluded_because or "" for s in collected.samples} - {""}))
-            raise TrainingError(f"evaluation: {excluded} of {len(requests)} episodes are excluded: {reasons}")
+        check_excluded(collected.samples, self.config)
         kind = "eval" if forced is None else "eval_swapped"
         batches = await self.log_trajectories(f"{kind}_{name}", collected.samples, None)
         counted = {s.key for s in kept}
@@ -315,7 +315,7 @@ class Session:
             **{f"eval/{name.removeprefix('rollout/').replace('/', '_')}": value for name, value in counts.items()},
             **aggregate(results),
             "eval/reward_mean": float(np.mean([s.outcome for s in survivors_of(kept)])),
-            "eval/num_excluded": float(excluded),
+            "eval/num_excluded": float(len(requests) - len(kept)),
         }
 
     async def evaluate_swapped(self, name: str) -> float:

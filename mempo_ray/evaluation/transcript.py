@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich.console import Group
 from rich.panel import Panel
@@ -39,18 +39,33 @@ def episode_text(trajectory: Trajectory) -> str:
     return "\n".join([*lines, outcome(trajectory)])
 
 
-def transcript(trajectory: Trajectory, score: Score | None = None) -> str:
-    """The episode with what training makes of it: the gold answer, the checks that failed, and the score."""
+def transcript(
+    trajectory: Trajectory,
+    score: Score | None,
+    extra: Mapping[str, object],
+    decode: Callable[[Sequence[int]], str],
+) -> str:
+    """The episode as training sees it: each prompt and what the policy wrote, tags and all; gold, score and rules.
+
+    Args:
+        extra: what the scorer reported; one line each, format checks as one.
+        decode: of the tokenizer; prompts are stored as ids.
+    """
+    lines = [f"question: {trajectory.task.question}"]
+    for number, turn in enumerate(trajectory.turns, start=1):
+        lines += [f"--- turn {number}, prompt ({len(turn.prompt_ids)} tokens)", decode(turn.prompt_ids.tolist())]
+        lines += [f"--- turn {number}, response ({len(turn.output_ids)} tokens)", turn.text]
     failed = [name for name, passed in trajectory.format_report.items() if not passed]
-    lines = [f"gold: {trajectory.task.gold_text}"]
+    lines += ["---", outcome(trajectory), f"gold: {trajectory.task.gold_text}"]
     if trajectory.detail:
         lines.append(f"detail: {trajectory.detail}")
     lines.append("format: " + ("failed " + ", ".join(failed) if failed else "valid"))
+    lines += [f"{key}: {value}" for key, value in extra.items() if not key.startswith("format/")]
     if isinstance(score, Scored):
         lines.append(f"score: {score.score:g}")
     elif score is not None:
         lines.append(f"unscored: {score.kind}: {score.reason}")
-    return "\n".join([episode_text(trajectory), *lines])
+    return "\n".join(lines)
 
 
 def episode_panels(trajectory: Trajectory) -> Group:

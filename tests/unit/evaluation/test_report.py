@@ -90,8 +90,23 @@ def test_a_turn_without_blocks_is_shown_raw_and_an_episode_without_answer_says_w
     assert text.endswith("no answer: the episode ended as format_stop after 1 turns")
 
 
-def test_a_sample_of_training_ends_with_gold_checks_and_score() -> None:
-    text = transcript(trajectory("Rome", failed_checks=["mem_paired"]), Scored(0.25))
-    assert text.splitlines()[-4:] == ["answer: Rome", "gold: Paris", "format: failed mem_paired", "score: 0.25"]
-    late = transcript(trajectory(), Unscored("took 30 s", "timeout"))
+def test_a_sample_of_training_shows_prompts_tagged_text_and_the_score_by_rule() -> None:
+    searched = trajectory("Rome", failed_checks=["mem_paired"], turns=[turn(text="<mem>m</mem><answer>Rome</answer>")])
+    extra = {"format/mem_paired": False, "exact_match": (0.0,), "traj_avg_mem_reward": 0.5}
+    text = transcript(searched, Scored(0.25, extra), extra, decode=lambda ids: f"ids {ids}")
+    assert text.splitlines() == [
+        "question: Where was X born?",
+        "--- turn 1, prompt (3 tokens)",
+        "ids [0, 1, 2]",
+        "--- turn 1, response (2 tokens)",
+        "<mem>m</mem><answer>Rome</answer>",
+        "---",
+        "answer: Rome",
+        "gold: Paris",
+        "format: failed mem_paired",
+        "exact_match: (0.0,)",
+        "traj_avg_mem_reward: 0.5",
+        "score: 0.25",
+    ]
+    late = transcript(trajectory(), Unscored("took 30 s", "timeout"), {}, decode=str)
     assert late.splitlines()[-2:] == ["format: valid", "unscored: timeout: took 30 s"]
