@@ -100,16 +100,32 @@ def to_score(batch: TrajectoryBatch, *, transcript: bool = False) -> Response | 
 
     A payload with an `rm_scores` column brings its score; one that is not a single whole episode is `Unscored`.
     """
+    found = all_to_score(batch, transcript=transcript)
+    return found[0] if len(found) == 1 else Unscored(f"a payload of {len(found)} trajectories, expected one", "data")
+
+
+def all_to_score(batch: TrajectoryBatch, *, transcript: bool = False) -> list[Response | Score]:
+    """`to_score` of each trajectory of a payload of many, in order."""
     trajectories = batch.trajectories()
-    if len(trajectories) != 1:
-        return Unscored(f"a payload of {len(trajectories)} trajectories, expected one", "data")
-    (trajectory,) = trajectories
-    if trajectory.end_reason.is_infrastructure:
-        return Unscored(f"the episode ended as {trajectory.end_reason}: {trajectory.detail}", "infrastructure")
+    given: list[Score | None] = [None] * len(trajectories)
     if "rm_scores" in batch.ragged:
-        total = as_score(float(batch.ragged["rm_scores"].values.sum(dtype=np.float64)))
-        return total if isinstance(total, Scored) else Unscored("rm_scores are not finite", "data")
-    return response_of(trajectory, transcript=transcript)
+        starts = np.append(np.flatnonzero(batch.fixed["turn"] == 0), len(batch))
+        borders = batch.ragged["rm_scores"].offsets[starts]
+        given = [_given_score(batch.ragged["rm_scores"].values[a:b]) for a, b in itertools.pairwise(borders)]
+    found: list[Response | Score] = []
+    for trajectory, score in zip(trajectories, given, strict=True):
+        if trajectory.end_reason.is_infrastructure:
+            found.append(
+                Unscored(f"the episode ended as {trajectory.end_reason}: {trajectory.detail}", "infrastructure")
+            )
+        else:
+            found.append(score or response_of(trajectory, transcript=transcript))
+    return found
+
+
+def _given_score(rm_scores_T: np.ndarray) -> Score:
+    total = as_score(float(rm_scores_T.sum(dtype=np.float64)))
+    return total if isinstance(total, Scored) else Unscored("rm_scores are not finite", "data")
 
 
 # -- what it answered -------------------------------------------------------------------------------------
@@ -228,14 +244,16 @@ def token_level_rewards(token_level_scores: Ragged, kl: Ragged, coef: float) -> 
     return Ragged((token_level_scores.values - coef * kl.values).astype(np.float32), kl.offsets)
 
 
+REWARD_COLUMNS = ("rm_scores", "token_level_scores", "token_level_rewards")
+
+
 def with_rewards(
     batch: TrajectoryBatch, scores: Sequence[Score] = (), kl: Ragged | None = None, coef: float = 0.0
 ) -> Batch:
     """`batch` with rm_scores, token_level_scores, token_level_rewards. An rm_scores column in it is used as it is."""
     rm_scores = batch.ragged["rm_scores"] if "rm_scores" in batch.ragged else place_scores(batch, scores)
     rewards = rm_scores if kl is None else token_level_rewards(rm_scores, kl, coef)
-    columns = {"rm_scores": rm_scores, "token_level_scores": rm_scores, "token_level_rewards": rewards}
-    return batch.union(Batch(columns))
+    return batch.union(Batch(dict(zip(REWARD_COLUMNS, (rm_scores, rm_scores, rewards), strict=True))))
 
 
 def reward_extra_info(extras: Sequence[Mapping[str, object]]) -> dict[str, list]:
