@@ -57,18 +57,18 @@ class ReplicaPool:
             ray.init(include_dashboard=False)
         self._deadline_s = deadline_s
         remote = RemoteReplica.options(num_gpus=num_gpus)
-        self._replicas: dict[str, Any] = {f"replica-{i}": remote.remote(open_service) for i in range(num_replicas)}
+        self.replicas: dict[str, Any] = {f"replica-{i}": remote.remote(open_service) for i in range(num_replicas)}
         self._router = Router((SearchFailed, ServiceOverloaded), (SearchTimeout,))
-        self._router.announce(self._replicas)
+        self._router.announce(self.replicas)
 
     async def warm_up(self) -> None:
         """Raises SearchTimeout where a replica does not start, and what its process raised."""
         try:
             async with asyncio.timeout(START_S):
-                await asyncio.gather(*(replica.warm_up.remote() for replica in self._replicas.values()))
+                await asyncio.gather(*(replica.warm_up.remote() for replica in self.replicas.values()))
         except TimeoutError:
             raise SearchTimeout(
-                f"{len(self._replicas)} replicas did not start within {START_S:g} s", "replicas", "ask for fewer"
+                f"{len(self.replicas)} replicas did not start within {START_S:g} s", "replicas", "ask for fewer"
             ) from None
 
     async def search(self, queries: Sequence[str], top_k: int) -> list[Result]:
@@ -82,7 +82,7 @@ class ReplicaPool:
     async def _send(self, name: str, queries: Sequence[str], top_k: int) -> list[Result]:
         try:
             async with asyncio.timeout(self._deadline_s + GRACE_S):
-                found = await self._replicas[name].search.remote(list(queries), top_k)
+                found = await self.replicas[name].search.remote(list(queries), top_k)
         except TimeoutError:
             raise SearchTimeout(f"{name} did not answer within {self._deadline_s:g} s", "retrieval") from None
         except RayActorError as error:
@@ -93,7 +93,7 @@ class ReplicaPool:
 
     async def counters(self) -> dict[str, float]:
         """Sums over the replicas that answer; of latencies the largest."""
-        calls = (replica.counters.remote() for replica in self._replicas.values())
+        calls = (replica.counters.remote() for replica in self.replicas.values())
         found = await asyncio.gather(*calls, return_exceptions=True)
         parts = [part for part in found if isinstance(part, dict)]
         names = parts[0] if parts else ()
@@ -102,7 +102,7 @@ class ReplicaPool:
         return {**sums, "replicas": float(len(parts))}
 
     async def close(self) -> None:
-        for replica in self._replicas.values():
+        for replica in self.replicas.values():
             ray.kill(replica)
 
 

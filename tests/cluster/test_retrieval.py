@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
 
 from mempo_ray.actors.retrieval import RemoteRetrievalActor, RetrievalActor, prepare_index
+from mempo_ray.actors.retrieval_pool import RetrievalPool
 from mempo_ray.config.schema import Retrieval
 from mempo_ray.contracts import Passage
 from mempo_ray.data.world import AtlasSpec, build_atlas
 from mempo_ray.errors import ConfigError, DataError, DeadlineExceeded, ToolFailed
 from retrieval_index.build import build_index
 from retrieval_index.encoder import HashEncoder
+from retrieval_index.server import make_app
+from retrieval_index.service import RetrievalService, ServiceLimits
+from retrieval_index.serving_pool import ReplicaPool
 
 SYNTHETIC = Retrieval(corpus="synthetic", encoder="hash", max_wait_s=0)
 PATIENCE_S = 60
@@ -91,23 +101,114 @@ def test_bad_input_names_the_key_of_the_configuration(tmp_path: Path) -> None:
         prepare_index(SYNTHETIC.model_copy(update={"encoder": str(tmp_path / "no")}), (), tmp_path / "index")
 
 
+@pytest.mark.parametrize("kind", ["bm25", "hybrid"])
+async def test_the_index_of_a_run_may_be_of_another_kind(tmp_path: Path, passages: list[Passage], kind: str) -> None:
+    settings = SYNTHETIC.model_copy(update={"kind": kind})
+    actor = RetrievalActor(settings, str(prepare_index(settings, passages, tmp_path / "index")), PATIENCE_S)
+    fact = passages[7]
+    (found,) = await actor.search([fact.text], 3)
+    assert found[0].id == fact.id
+    await actor.close()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100_000_000)
+    yield
+    ray.shutdown()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_many_callers_of_one_remote_replica_share_its_batches(folder: Path, passages: list[Passage]) -> None:
-    ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=100_000_000)
-    try:
-        actor = RemoteRetrievalActor.options(num_cpus=0.1).remote(SYNTHETIC, str(folder), PATIENCE_S)
-        ray.get(actor.ping.remote(), timeout=60)
-        queries = [" ".join(passage.text.split()[:2]) for passage in passages[:300]]
-        found = ray.get([actor.search.remote([query], 3) for query in queries], timeout=60)
-        assert [result[0][0] for result in found] == [
-            Passage(p.id, p.title, p.text, score=result[0][0].score) for p, result in zip(passages, found, strict=False)
-        ]
-        stats = ray.get(actor.stats.remote(), timeout=60)
-        assert stats["batched_queries"] == 301
-        assert stats["batches"] < 301
-        ray.get(actor.close.remote(), timeout=60)
-        with pytest.raises(ToolFailed):
-            ray.get(actor.search.remote(["Boko"], 1), timeout=60)
-    finally:
-        ray.shutdown()
+async def test_a_replica_that_is_killed_amid_searches_fails_none_of_them_and_comes_back(
+    cluster: None, folder: Path, passages: list[Passage]
+) -> None:
+    remote = RemoteRetrievalActor.options(num_cpus=0.1, max_restarts=-1)
+    actors = [remote.remote(SYNTHETIC, str(folder), PATIENCE_S) for _ in range(2)]
+    await asyncio.gather(*(actor.ping.remote() for actor in actors))
+    pool = RetrievalPool(deadline_s=PATIENCE_S)
+    pool.announce(actors)
+    queries = [" ".join(passage.text.split()[:2]) for passage in passages[:400]]
+    searches = [asyncio.create_task(pool([query], 3)) for query in queries]
+    await next(iter(asyncio.as_completed(searches)))
+    ray.kill(actors[0], no_restart=False)
+    found = await asyncio.gather(*searches)
+    assert [result[0][0].id for result in found] == [passage.id for passage in passages[:400]]
+    assert pool.num_failures >= 1
+    await asyncio.wait_for(_until_it_answers(actors[0]), PATIENCE_S)
+    assert (await pool.stats())["retrieval/num_replicas"] == 2
+    for actor in actors:
+        ray.kill(actor)
+
+
+async def _until_it_answers(actor: ActorHandle) -> None:
+    while True:
+        try:
+            await actor.ping.remote()
+        except RayActorError:  # Ray still starts it
+            continue
+        return
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_a_replica_that_joins_in_the_middle_takes_its_share(
+    cluster: None, folder: Path, passages: list[Passage]
+) -> None:
+    remote = RemoteRetrievalActor.options(num_cpus=0.1)
+    actors = [remote.remote(SYNTHETIC, str(folder), PATIENCE_S) for _ in range(2)]
+    await asyncio.gather(*(actor.ping.remote() for actor in actors))
+    pool = RetrievalPool(deadline_s=PATIENCE_S)
+    pool.announce(actors[:1])
+    queries = [" ".join(passage.text.split()[:2]) for passage in passages[:200]]
+    await asyncio.gather(*(pool([query], 3) for query in queries[:100]))
+    pool.announce(actors)
+    await asyncio.gather(*(pool([query], 3) for query in queries[100:]))
+    counts = [(await actor.stats.remote())["queries"] - 1 for actor in actors]  # one to warm up
+    assert sum(counts) == 200
+    assert counts[1] > 20
+    for actor in actors:
+        ray.kill(actor)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_replicas_behind_the_server_s_pool_answer_while_one_dies(cluster: None, folder: Path) -> None:
+    """`serve --ray`: retrieval_index's own pool, which knows nothing of this project."""
+    limits = ServiceLimits(max_wait_s=0)
+    pool = ReplicaPool(functools.partial(RetrievalService.open, folder, limits=limits), 2, PATIENCE_S)
+    app = make_app(pool, folder)
+    async with app.router.lifespan_context(app):
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://here", timeout=PATIENCE_S) as client:
+
+            async def ask(number: int) -> int:
+                body = {"queries": [f"mentor {number}", ""], "topk": 2}
+                return (await client.post("/retrieve", json=body)).status_code
+
+            assert await ask(0) == 200
+            calls = [asyncio.create_task(ask(number)) for number in range(100)]
+            await next(iter(asyncio.as_completed(calls)))
+            ray.kill(pool.replicas["replica-0"], no_restart=False)
+            assert set(await asyncio.gather(*calls)) == {200}
+            assert (await client.get("/stats")).json()["queries"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_many_callers_of_one_remote_replica_share_its_batches(
+    cluster: None, folder: Path, passages: list[Passage]
+) -> None:
+    actor = RemoteRetrievalActor.options(num_cpus=0.1).remote(SYNTHETIC, str(folder), PATIENCE_S)
+    ray.get(actor.ping.remote(), timeout=60)
+    queries = [" ".join(passage.text.split()[:2]) for passage in passages[:300]]
+    found = ray.get([actor.search.remote([query], 3) for query in queries], timeout=60)
+    assert [result[0][0] for result in found] == [
+        Passage(p.id, p.title, p.text, score=result[0][0].score) for p, result in zip(passages, found, strict=False)
+    ]
+    stats = ray.get(actor.stats.remote(), timeout=60)
+    assert stats["batched_queries"] == 301
+    assert stats["batches"] < 301
+    ray.get(actor.close.remote(), timeout=60)
+    with pytest.raises(ToolFailed):
+        ray.get(actor.search.remote(["Boko"], 1), timeout=60)
