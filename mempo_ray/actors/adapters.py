@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.actor import ActorHandle
 
-from mempo_ray.actors.calls import CLOSE_S, answer
+from mempo_ray.actors.calls import answer
 from mempo_ray.actors.lease import Turns
-from mempo_ray.actors.reward import NUM_THREADS
+from mempo_ray.actors.reward import calls_at_once, longest_call_s
 from mempo_ray.actors.weight_sync import choose_transport
-from mempo_ray.config.schema import Config
+from mempo_ray.config.schema import Config, Reward
 from mempo_ray.contracts import (
     LogProbRequest,
     LogProbResult,
@@ -171,13 +171,14 @@ class RayPolicy:
 class RayRewards:
     """`Rewards` over the pool, round robin. A worker that dies is asked again elsewhere once.
 
-    A worker is sent no more than it scores at once, so that `reward.timeout_s` and the caller's deadline count the same
+    A worker is sent no more than it scores soon, so that `reward.timeout_s` and the caller's deadline count the same
     wait: a queue of slow scorers is no failure.
     """
 
-    def __init__(self, workers: Sequence[ActorHandle], timeout_s: float):
-        self._workers = itertools.cycle([(worker, asyncio.Semaphore(NUM_THREADS)) for worker in workers])
-        self._deadline_s = timeout_s + CLOSE_S
+    def __init__(self, workers: Sequence[ActorHandle], settings: Reward):
+        places = calls_at_once(settings)
+        self._workers = itertools.cycle([(worker, asyncio.Semaphore(places)) for worker in workers])
+        self._deadline_s = longest_call_s(settings)
 
     async def score(self, payload: PayloadRef) -> Score:
         failure = ""

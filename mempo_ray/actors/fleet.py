@@ -138,7 +138,7 @@ async def open_fleet(
         if config.memory_reward.scorer_engine == "vllm":
             scorer = EngineLogProbs(config.rollout.replicas, rollouts.turns)
             rollouts.listeners.append(scorer.announce)
-        yield Fleet(rollouts, RayRewards(rewards, config.reward.timeout_s), search, Payloads(), policy, scorer)
+        yield Fleet(rollouts, RayRewards(rewards, config.reward), search, Payloads(), policy, scorer)
 
 
 class GangHost:
@@ -219,6 +219,7 @@ class _Actors:
             self.config.plugins,
             self.config.retrieval,
             self.record,
+            self.config.reward.sandbox,
         )
 
     def reward(self, index: int) -> Any:

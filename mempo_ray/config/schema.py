@@ -89,9 +89,9 @@ class AgentLimits(Section):
     episode_s: Positive = 600
     """Wall-clock budget of an episode (end reason `deadline`)."""
     search_retries: Annotated[int, Field(ge=0)] = 5
-    """Retries of a failed search, with exponential back-off and jitter."""
+    """Retries of a failed search, with exponential back-off and jitter; of other tools where `tools_file` gives none."""
     search_s: Positive = 30
-    """Deadline of one search call."""
+    """Deadline of one search call; of other tools where `tools_file` gives none."""
 
 
 class Agent(Section):
@@ -109,7 +109,11 @@ class Agent(Section):
     chat_template: str = "auto"
     """'auto' = the model folder's own template; or a path of a jinja file."""
     tools: tuple[str, ...] = ("search",)
-    """Tools that the policy may call; `search` is the one that a turn's tags can ask for."""
+    """Registered tools that the policy may call: search, calculator, python, and those of `plugins`."""
+    tools_file: str = ""
+    """YAML file with settings of tools, tools by import path and MCP servers (agent/tools/catalogue.py); '' = none."""
+    tool_parser: str = "tags"
+    """Registered form of a call: 'tags' (a tag a tool, as in <search>…</search>) or 'hermes' (<tool_call> with JSON)."""
     top_k: Count = 3
     """Passages per search."""
     workers: Count = 1

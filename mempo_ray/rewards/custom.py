@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from mempo_ray.config.schema import CustomFunction, Reward
 from mempo_ray.errors import ConfigError
@@ -37,6 +39,31 @@ def load_custom_scorer(section: CustomFunction) -> Scorer:
     return score
 
 
+BatchFunction = Callable[[Sequence[Response]], Iterable[object]]
+
+
+def load_custom_batch_function(section: CustomFunction) -> BatchFunction:
+    """`compute_score(data_sources, solution_strs, ground_truths, extra_infos, **kwargs)`: lists in and out, in order.
+
+    The elements are those of `load_custom_scorer`.
+
+    Raises:
+        ConfigError: as there.
+    """
+    function: Callable[..., Any] = _load(section)
+
+    def score_all(responses: Sequence[Response]) -> Iterable[object]:
+        return function(
+            data_sources=[response.data_source for response in responses],
+            solution_strs=[response.solution for response in responses],
+            ground_truths=[ground_truth(response.golds) for response in responses],
+            extra_infos=[dict(response.extra_info) for response in responses],
+            **section.kwargs,
+        )
+
+    return score_all
+
+
 def ground_truth(golds: tuple[tuple[str, ...], ...]) -> str | list[str] | list[list[str]]:
     """The gold answers in the simplest of the three shapes of a data row."""
     if len(golds) > 1:
@@ -53,6 +80,7 @@ def _load(section: CustomFunction) -> Callable[..., object]:
     if spec is None or spec.loader is None:
         raise ConfigError(f"reward.custom_function.path: {path} is not a Python file (.py)")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's file may raise anything

@@ -30,13 +30,12 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 from mempo_ray.errors import CallFailed
 
@@ -70,20 +69,52 @@ class _Call:
     num_ends: int = 0
 
 
-class _ProcessEnded(Exception):
+class ProcessEnded(Exception):
     """The process is gone, or has written something that is no reply."""
+
+
+class ScorerProcess(Protocol):
+    """A process that calls functions for one thread of the pool; any thread may kill it."""
+
+    pid: int
+
+    def prepare(self, setup: Setup) -> None:
+        """Raises CallFailed (infrastructure): it does not start, or the initializer raises."""
+        ...
+
+    def run(self, payloads: Sequence[bytes], timeout_s: float) -> Iterator[bytes]:
+        """The replies to calls, in order.
+
+        Raises:
+            CallFailed: no reply to the next call within `timeout_s`.
+            ProcessEnded: no reply will come.
+        """
+        ...
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> None:
+        """Returns when it is gone, after `kill`."""
+        ...
 
 
 class KillablePool(Executor):
     """`submit` as of any executor; the future's result, or `CallFailed`."""
 
-    def __init__(self, num_processes: int, timeout_s: float, setup: Setup) -> None:
+    def __init__(
+        self,
+        num_processes: int,
+        timeout_s: float,
+        setup: Setup,
+        new_process: Callable[[], ScorerProcess] | None = None,
+    ) -> None:
+        self._new_process = new_process or LocalProcess
         self._num_processes = num_processes
         self._timeout_s = timeout_s
         self._setup = setup
         self._calls: deque[_Call] = deque()
         self._changed = threading.Condition()
-        self._processes: set[_Process] = set()
+        self._processes: set[ScorerProcess] = set()
         self._closed = self._cancelled = False
         self._threads = [
             threading.Thread(target=self._supervise, name=f"scorer-process-{i}", daemon=True)
@@ -127,7 +158,7 @@ class KillablePool(Executor):
 
     def _supervise(self) -> None:
         """Take a chunk, have it run, settle each call; the process is replaced when it has to be killed."""
-        process: _Process | None = None
+        process: ScorerProcess | None = None
         while chunk := self._take():
             waiting = deque(chunk)
             try:
@@ -142,7 +173,7 @@ class KillablePool(Executor):
                         waiting.popleft().future.set_exception(error)
                 else:
                     waiting.popleft().future.set_exception(error)
-            except _ProcessEnded as error:
+            except ProcessEnded as error:
                 waiting[0].num_ends += not self._cancelled
                 if waiting[0].num_ends == MAX_ENDS:
                     waiting.popleft().future.set_exception(CallFailed(str(error), "scorer_error"))
@@ -170,8 +201,8 @@ class KillablePool(Executor):
         for call in calls:
             _close(call.future)
 
-    def _start(self) -> _Process:
-        process = _Process()
+    def _start(self) -> ScorerProcess:
+        process = self._new_process()
         with self._changed:
             self._processes.add(process)
             if self._cancelled:
@@ -183,7 +214,7 @@ class KillablePool(Executor):
             raise
         return process
 
-    def _end(self, process: _Process | None) -> None:
+    def _end(self, process: ScorerProcess | None) -> None:
         if process is not None:
             process.kill()
             process.wait()
@@ -191,8 +222,11 @@ class KillablePool(Executor):
                 self._processes.discard(process)
 
 
-def _settle(call: _Call, reply: tuple[bool, Any]) -> None:
-    succeeded, value = reply
+def _settle(call: _Call, reply: bytes) -> None:
+    try:
+        succeeded, value = pickle.loads(reply)
+    except Exception as error:  # noqa: BLE001 - its types may be known in its process only
+        succeeded, value = False, f"the result cannot be read here: {type(error).__name__}: {error}"
     if succeeded:
         call.future.set_result(value)
     else:
@@ -207,7 +241,7 @@ def _close(future: Future) -> None:
         future.set_exception(CallFailed("the pool of scorer processes was closed", "infrastructure"))
 
 
-class _Process:
+class LocalProcess:
     """One interpreter at the other end of a socket. Used by one thread; `kill` by any."""
 
     def __init__(self) -> None:
@@ -225,21 +259,15 @@ class _Process:
         self.pid = self._popen.pid
 
     def prepare(self, setup: Setup) -> None:
-        """Raises CallFailed (infrastructure): it does not start, or the initializer raises."""
         try:
-            ready, text = self._ask(pickle.dumps(setup), START_S)
-        except (_ProcessEnded, CallFailed) as error:
+            self._send(pickle.dumps(setup))
+            ready, text = pickle.loads(self._receive(START_S))
+        except (ProcessEnded, CallFailed) as error:
             raise CallFailed(f"a scorer process did not start: {error}", "infrastructure") from None
         if not ready:
             raise CallFailed(f"a scorer process did not start: {text}", "infrastructure")
 
-    def run(self, payloads: Sequence[bytes], timeout_s: float) -> Iterator[tuple[bool, Any]]:
-        """(succeeded, result or error text) of each call, in order.
-
-        Raises:
-            CallFailed: no reply to the next call within `timeout_s`.
-            _ProcessEnded: no reply will come.
-        """
+    def run(self, payloads: Sequence[bytes], timeout_s: float) -> Iterator[bytes]:
         self._send(pickle.dumps(payloads, protocol=5))
         for _ in payloads:
             yield self._receive(timeout_s)
@@ -253,32 +281,22 @@ class _Process:
                 self._popen.kill()
 
     def wait(self) -> None:
-        """Reap it after `kill`: the kernel has it ended by then, or is about to."""
         self._popen.wait()
         self._connection.close()
-
-    def _ask(self, message: bytes, timeout_s: float) -> tuple[bool, Any]:
-        self._send(message)
-        return self._receive(timeout_s)
 
     def _send(self, message: bytes) -> None:
         try:
             self._connection.send_bytes(message)
         except OSError as error:
-            raise _ProcessEnded(self._how_it_ended(error)) from None
+            raise ProcessEnded(self._how_it_ended(error)) from None
 
-    def _receive(self, timeout_s: float) -> tuple[bool, Any]:
+    def _receive(self, timeout_s: float) -> bytes:
         try:
-            if not self._connection.poll(timeout_s):
-                raise CallFailed(f"no answer within {timeout_s:g} s (reward.timeout_s); its process was killed",
-                                 "timeout")  # fmt: skip
-            message = self._connection.recv_bytes(2 * MAX_RESULT_BYTES)
+            if self._connection.poll(timeout_s):
+                return self._connection.recv_bytes(2 * MAX_RESULT_BYTES)
         except (EOFError, OSError) as error:
-            raise _ProcessEnded(self._how_it_ended(error)) from None
-        try:
-            return pickle.loads(message)
-        except Exception as error:  # noqa: BLE001 - its types may be known in its process only
-            return False, f"the result cannot be read here: {type(error).__name__}: {error}"
+            raise ProcessEnded(self._how_it_ended(error)) from None
+        raise no_answer(timeout_s)
 
     def _how_it_ended(self, error: Exception) -> str:
         try:
@@ -290,6 +308,10 @@ class _Process:
         return f"the scorer ended its process with exit code {code}"
 
 
+def no_answer(timeout_s: float) -> CallFailed:
+    return CallFailed(f"no answer within {timeout_s:g} s (reward.timeout_s); its process was killed", "timeout")
+
+
 # -- in the process -----------------------------------------------------------------------------------------
 
 
@@ -299,7 +321,7 @@ def serve(fd: int, parent: int) -> None:
     connection = Connection(fd)
     sys.stdout = sys.stderr = _Printed()
     setup: Setup = pickle.loads(connection.recv_bytes())
-    connection.send_bytes(_reply(setup.initializer, setup.initargs, {}, keep=False))
+    connection.send_bytes(reply_of(setup.initializer, *setup.initargs))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (setup.memory_bytes, setup.memory_bytes))
     while True:
@@ -308,20 +330,19 @@ def serve(fd: int, parent: int) -> None:
         except EOFError:
             return
         for payload in payloads:
-            connection.send_bytes(_reply(_run, (payload,), {}))
+            connection.send_bytes(reply_of(run_call, payload))
 
 
-def _run(payload: bytes) -> Any:
+def run_call(payload: bytes) -> Any:
     function, args, kwargs = pickle.loads(payload)
     return function(*args, **kwargs)
 
 
-def _reply(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], keep: bool = True) -> bytes:
+def reply_of(function: Callable[..., Any], *args: Any) -> bytes:
     """(True, result) or (False, what went wrong), pickled; never more than MAX_RESULT_BYTES and a little."""
     try:
-        result = function(*args, **kwargs)
         file = _Bounded()
-        pickle.Pickler(file, protocol=5).dump((True, result if keep else None))
+        pickle.Pickler(file, protocol=5).dump((True, function(*args)))
         return file.getvalue()
     except MemoryError:
         return pickle.dumps((False, "MemoryError: it wants more than reward.memory_gb"))

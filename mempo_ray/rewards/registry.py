@@ -90,7 +90,12 @@ def scorer_for(data_source: str, settings: Reward) -> ScorerEntry:
 
 
 class Manager(Protocol):
-    """A plain synchronous class, made as `Manager(settings)`; called from several threads at once."""
+    """A plain synchronous class, made as `Manager(settings)`, where its scorers run: in the worker, whose threads call
+    it side by side, or in each scorer process.
+
+    It may have a class attribute `isolation` (process | ray) that overrules `reward.isolation`, and a method
+    `score_batch(responses) -> list[Score]`; where it has, responses that wait are scored together.
+    """
 
     def score(self, response: Response) -> Score:
         """Never raises for what a scorer does; that is an `Unscored`."""
@@ -103,6 +108,10 @@ class ManagerFactory(Protocol):
 
 MANAGERS: Registry[ManagerFactory] = Registry("reward.manager")
 MANAGERS.register_path("naive", "mempo_ray.rewards.managers.naive:NaiveManager")
+MANAGERS.register_path("batch", "mempo_ray.rewards.managers.batch:BatchManager")
+MANAGERS.register_path("dapo", "mempo_ray.rewards.managers.dapo:DapoManager")
+MANAGERS.register_path("prime", "mempo_ray.rewards.managers.isolated:PrimeManager")
+MANAGERS.register_path("remote", "mempo_ray.rewards.managers.isolated:RemoteManager")
 
 
 def load_manager(settings: Reward) -> Manager:

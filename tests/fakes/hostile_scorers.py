@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import threading
 import time
 
 from mempo_ray.config.schema import Reward
@@ -77,9 +76,7 @@ def hostile(response: Response, settings: Reward) -> object:
     """Hostile where the answer is one of KINDS; else the answer as a number, after `extra_info['cpu_s']` of CPU."""
     if response.answer in KINDS:
         return KINDS[response.answer][0]()
+    if response.answer == "tells_pid":
+        return {"score": 1.0, "pid": os.getpid()}
     burn(response.extra_info.get("cpu_s", 0.0))
     return float(response.answer or 0)
-
-
-def hangs_for_ever() -> None:
-    threading.Event().wait()

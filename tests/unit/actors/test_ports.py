@@ -12,8 +12,9 @@ import pytest
 from mempo_ray.actors.adapters import RayPolicy, RayRewards, TokenRoom
 from mempo_ray.actors.fleet import weights_dir
 from mempo_ray.actors.lease import SideBySide
-from mempo_ray.actors.reward import NUM_THREADS
+from mempo_ray.actors.reward import calls_at_once
 from mempo_ray.config.load import load_file
+from mempo_ray.config.schema import Reward
 from mempo_ray.contracts import LogProbRequest, PayloadRef, Scored, Segment, Unscored, WeightManifest, WeightProof
 from mempo_ray.errors import PayloadLost
 from mempo_ray.observability.run_folder import RunFolder
@@ -132,20 +133,21 @@ class Scorer:
         return Scored(1.0)
 
 
-async def test_a_worker_is_sent_no_more_than_it_scores_at_once():
-    scorer = Scorer()
-    rewards = RayRewards([FakeHandle(scorer)], timeout_s=30)
-    calls = [asyncio.create_task(rewards.score(PayloadRef(f"{i}", None))) for i in range(3 * NUM_THREADS)]
+@pytest.mark.parametrize("settings", [Reward(), Reward(manager="batch"), Reward(manager="prime", processes=5)])
+async def test_a_worker_is_sent_no_more_than_it_scores_soon(settings):
+    scorer, most = Scorer(), calls_at_once(settings)
+    rewards = RayRewards([FakeHandle(scorer)], settings)
+    calls = [asyncio.create_task(rewards.score(PayloadRef(f"{i}", None))) for i in range(3 * most)]
     await settle()
-    assert scorer.running == NUM_THREADS
+    assert scorer.running == most
     scorer.may_answer.set()
     assert await asyncio.gather(*calls) == [Scored(1.0)] * len(calls)
-    assert scorer.most == NUM_THREADS
+    assert scorer.most == most
 
 
 async def test_a_score_that_nobody_waits_for_is_cancelled():
     scorer = Scorer()
-    call = asyncio.create_task(RayRewards([FakeHandle(scorer)], timeout_s=30).score(PayloadRef("q/0", None)))
+    call = asyncio.create_task(RayRewards([FakeHandle(scorer)], Reward()).score(PayloadRef("q/0", None)))
     await settle()
     call.cancel()
     await settle()
@@ -154,7 +156,7 @@ async def test_a_score_that_nobody_waits_for_is_cancelled():
 
 async def test_a_lost_payload_is_unscored_not_the_end_of_the_run():
     scorer = Scorer(PayloadLost("its node is gone"))
-    score = await RayRewards([FakeHandle(scorer)], timeout_s=30).score(PayloadRef("q/0", None))
+    score = await RayRewards([FakeHandle(scorer)], Reward()).score(PayloadRef("q/0", None))
     assert score == Unscored("its node is gone", kind="infrastructure")
     assert scorer.most == 1
 

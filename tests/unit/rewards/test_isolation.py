@@ -37,8 +37,8 @@ def die_once(marker: str) -> str:
 
 
 def print_much() -> str:
-    for _ in range(4):
-        print("y" * 2**28)
+    for _ in range(64):
+        print("y" * 2**20)
     os.write(1, b"z" * 2**20)
     return "printed"
 
@@ -67,7 +67,7 @@ def failure(future: Future) -> CallFailed:
 
 @pytest.fixture
 def pool():
-    pool = KillablePool(2, TIMEOUT_S, Setup(nothing))
+    pool = KillablePool(2, TIMEOUT_S, Setup(nothing, memory_bytes=10**9))
     yield pool
     pids = pool.pids
     pool.shutdown(cancel_futures=True)
