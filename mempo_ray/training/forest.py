@@ -13,10 +13,11 @@ The tokens of a pass stand in depth-first order, the longest branch first. Hence
 and every *chain* (a node, its longest branch, that one's longest branch, …) is one contiguous range, which attends to
 ranges of earlier chains and, causally, to itself.
 
-    Example: rows [5 6 7 8*], [5 6 9*], [5 6 7 3*] (* target), all at depth = position:
+    Example: rows [5 6 7 8*], [5 6 9*], [5 6 7 3*]; * marks the targets.
 
-        5 ─ 6 ─ 7     8, 3 are predicted at 7, and 9 at 6; no target has to be run itself:
-                      ids_T = [5, 6, 7], predictors_U = [1, 2], targets_K = [8, 9, 3], slots_K = [1, 0, 1]
+        5 ─ 6 ─ 7      7 predicts 8 and 3, 6 predicts 9; no target has to be run itself:
+                       rows = (1, 0, 2), ids_T = [5, 6, 7], predictors_U = [1, 2],
+                       targets_K = [9, 8, 3], slots_K = [0, 1, 1]
 
 Axes: `_T` tokens of a pass, `_U` its distinct predictors, `_K` its targets, row by row.
 """
