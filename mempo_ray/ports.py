@@ -1,6 +1,6 @@
 """What the driver and the episode need, as Protocols. Adapters over Ray actors live in `actors/`.
 
-    episode   : Generate, Search, Tokenizer
+    episode   : Generate, Search, RunCode, Tokenizer
     driver    : Rollouts, Rewards, LogProbs, Policy, MetricSink
 
 Every method that waits takes or owns a deadline and raises `errors.InfrastructureError` subclasses only.
@@ -60,6 +60,12 @@ class Search(Protocol):
     """Passages for each query, best first. Raises ToolFailed or DeadlineExceeded after its own retries."""
 
     async def __call__(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]: ...
+
+
+class RunCode(Protocol):
+    """What a Python program printed, and how it ended, as a text. Raises ToolFailed where the sandbox failed."""
+
+    async def __call__(self, source: str) -> str: ...
 
 
 class Tokenizer(Protocol):

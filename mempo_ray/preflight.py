@@ -26,21 +26,22 @@ from mempo_ray.actors.retrieval_errors import typed_errors
 from mempo_ray.actors.search_record import read_record
 from mempo_ray.agent.prompt import Renderer
 from mempo_ray.agent.tokenizer import FileTokenizer
-from mempo_ray.agent.tools import TOOLS
+from mempo_ray.agent.tools import TOOLS, Services, Toolbox
 from mempo_ray.algo.registry import ADV_ESTIMATORS, MEMORY_REWARDS, POLICY_LOSSES
 from mempo_ray.config.load import resolved_yaml
 from mempo_ray.config.models import check_model_folder, read_model_shape
 from mempo_ray.config.schema import Config
-from mempo_ray.contracts import Task
+from mempo_ray.contracts import Passage, Task
 from mempo_ray.data.oracle import plan_of
 from mempo_ray.data.tasks import read_tasks
 from mempo_ray.data.world import is_synthetic, same_atlas
-from mempo_ray.errors import ConfigError, DataError, MempoError
+from mempo_ray.errors import ConfigError, DataError, MempoError, ToolFailed
 from mempo_ray.observability.mirror import Mirror, find_checkpoint
 from mempo_ray.placement.machine import this_machine
 from mempo_ray.placement.plan import ClusterShape, Plan, make_plan, read_cluster_shape
 from mempo_ray.rewards.registry import MANAGERS, SCORERS
 from mempo_ray.rewards.rows import row_check
+from mempo_ray.rewards.sandbox import code_service, open_sandbox
 from retrieval_index.corpus import read_corpus
 from retrieval_index.encoder import Encoder, make_encoder
 from retrieval_index.retriever import check_index
@@ -150,8 +151,7 @@ def check_names(config: Config) -> None:
     MANAGERS.check(config.reward.manager)
     if config.reward.scorer != "auto":
         SCORERS.check(config.reward.scorer)
-    for tool in config.agent.tools:
-        TOOLS.check(tool)
+    check_tools(config)
     for tracker in config.trackers:
         if tracker not in TRACKERS:
             near = difflib.get_close_matches(tracker, TRACKERS, 1, 0.0)[0]
@@ -160,6 +160,19 @@ def check_names(config: Config) -> None:
         if importlib.util.find_spec(TRACKERS[tracker]) is None:
             raise ConfigError(f"trackers: {tracker} needs the package {TRACKERS[tracker]}, which is not installed.")
     _check_custom_function(config)
+
+
+def check_tools(config: Config) -> None:
+    """The tools can be made, by name and by file; a `python` tool has a sandbox on this machine. No server is asked."""
+    for tool in config.agent.tools:
+        TOOLS.check(tool)
+    tools = Toolbox(config.agent, Services(_no_search, code_service(config.reward.sandbox)))
+    if "python" in tools.names:
+        open_sandbox(config.reward.sandbox)
+
+
+async def _no_search(queries: Sequence[str], top_k: int) -> list[list[Passage]]:
+    raise ToolFailed("there is no index in the preflight")
 
 
 def _check_custom_function(config: Config) -> None:

@@ -3,7 +3,7 @@
     stage     consumes          produces                     waits for           on failure
     run       EpisodeRequests   payload, summary, payload…   episodes            sampled again, then yielded broken
     generate  GenerateRequest   Generation                   a serving engine    asked again elsewhere
-    search    queries           passages                     search.py           asked elsewhere, then by the tool again
+    call      ToolCall          passages                     agent/tools         by the tool again (search: elsewhere)
 
 The state of an episode is small and lives here, apart from the engines: an engine may die under it, and only the turn
 is asked again (its prompt is filled in anew elsewhere).
@@ -30,15 +30,18 @@ from mempo_ray.agent.group import run_with_resamples
 from mempo_ray.agent.memory import ProbeTexts, joined_probe
 from mempo_ray.agent.prompt import Renderer
 from mempo_ray.agent.tokenizer import FileTokenizer
+from mempo_ray.agent.tools import Services, Toolbox
 from mempo_ray.batching.routing import choose_engine
-from mempo_ray.config.schema import Agent, Retrieval, Rollout
+from mempo_ray.config.schema import Agent, Retrieval, Rollout, Sandbox
 from mempo_ray.contracts import EpisodeRequest, Trajectory, TrajectoryBatch, TrajectorySummary
 from mempo_ray.errors import DeadlineExceeded, EngineFailed
 from mempo_ray.ports import GenerateRequest, Generation
+from mempo_ray.rewards.sandbox import code_service
 
 SUSPECT_S = 2.0
 """How long an engine that failed a turn is passed over, unless the fleet announces its engines before."""
 LIVE = Retrieval()
+SHUT_IN = Sandbox()
 
 GRACE_S = 5.0
 """How much later than an engine's own deadline the caller gives up: the engine's message says more."""
@@ -140,6 +143,7 @@ class AgentLoopWorker:
         probe_texts: a task's probes as texts (`algo` decides them; siblings do not import each other).
         plugins: modules of the user's, imported before anything is looked up by name.
         record: file of recorded searches, unless `retrieval.mode` is live.
+        sandbox: where the `python` tool runs its programs.
     """
 
     def __init__(
@@ -152,6 +156,7 @@ class AgentLoopWorker:
         plugins: Sequence[str] = (),
         retrieval: Retrieval = LIVE,
         record: Path | None = None,
+        sandbox: Sandbox = SHUT_IN,
     ) -> None:
         for plugin in plugins:
             importlib.import_module(plugin)
@@ -159,9 +164,11 @@ class AgentLoopWorker:
         self._agent = agent
         self._rollout = rollout
         self._probe_texts = probe_texts
-        self._renderer = Renderer.from_folder(model_dir, FileTokenizer.from_folder(model_dir), agent)
+        self._model_dir = model_dir
         self._engines = EnginePool()
         self._search = SearchClient(retrieval, agent.limits.search_s, record)
+        self._tools = Toolbox(agent, Services(self._search, code_service(sandbox)))
+        self._renderer = self._new_renderer()
         self._free = asyncio.Semaphore(agent.episodes_per_worker)
         self._num_running = 0
         self._counts: Counter[str] = Counter()
@@ -183,7 +190,12 @@ class AgentLoopWorker:
 
         Call it with `num_returns="streaming"`: the caller then owns both objects, and they survive this worker.
         An unknown failure of one episode is a bug: it ends the stream, and the other episodes with it.
+
+        Raises:
+            ToolFailed: an MCP server of `agent.tools_file` cannot be reached.
         """
+        if await self._tools.open():
+            self._renderer = self._new_renderer()  # which may list the servers' tools
         episodes = [asyncio.create_task(self._episode(request)) for request in requests]
         try:
             for ended in asyncio.as_completed(episodes):
@@ -202,15 +214,18 @@ class AgentLoopWorker:
         counts |= {
             "turns_asked_again": float(self._engines.num_failures),
             "searches_failed": float(self._search.num_failures - self._num_search_failures),
+            "tool_tries_failed": float(self._tools.failures.total()),
             "episodes_in_flight": float(self._num_running),
         }
         self._counts.clear()
         self._engines.num_failures = 0
+        self._tools.failures.clear()
         self._num_search_failures = self._search.num_failures
         return counts
 
     async def close(self) -> None:
         """Episodes end with the stream that carries them."""
+        await self._tools.close()
         await self._search.close()
 
     async def _episode(self, request: EpisodeRequest) -> Trajectory:
@@ -225,11 +240,15 @@ class AgentLoopWorker:
         self._counts["episodes_excluded"] += trajectory.end_reason.is_infrastructure
         return trajectory
 
+    def _new_renderer(self) -> Renderer:
+        tokenizer = FileTokenizer.from_folder(self._model_dir)
+        return Renderer.from_folder(self._model_dir, tokenizer, self._agent, self._tools.prompt_schemas)
+
     async def _attempt(self, request: EpisodeRequest) -> Trajectory:
         return await run_episode(
             request,
             generate=self._engines,
-            search=self._search,
+            tools=self._tools,
             renderer=self._renderer,
             agent=self._agent,
             rollout=self._rollout,

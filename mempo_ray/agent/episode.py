@@ -4,8 +4,8 @@
     prompt    stored ids of earlier turns     prompt ids           –             –
     generate  prompt ids, the turn's seed     ids, log-probs       an engine     engine_failed | deadline
     parse     bytes of the output             blocks, action       –             the policy's: length | format_stop
-    search    query                           passages → tool ids  the index     tool_failed | deadline
-    finish    turns                           Trajectory           –             –
+    call      action                          passages → tool ids  a tool        tool_failed | deadline
+    finish    turns                           Trajectory           the tools     tool_failed
 
 An infrastructure failure is a value here (`Trajectory.end_reason` with its `detail`); the turns before it are kept for
 the log. Any other exception is a bug and flies.
@@ -13,8 +13,7 @@ the log. Any other exception is a bug and flies.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from time import monotonic
 
@@ -24,11 +23,11 @@ from mempo_ray.agent.group import turn_seed
 from mempo_ray.agent.memory import ProbeTexts, encode_probe, joined_probe, memory_ids
 from mempo_ray.agent.prompt import PastTurn, Renderer
 from mempo_ray.agent.protocol import ParsedTurn, extract_answer, format_report, parse_turn
-from mempo_ray.agent.tools import TOOLS, SearchTool
+from mempo_ray.agent.tools import Toolbox, ToolCall, ToolSession
 from mempo_ray.config.schema import Agent, Rollout
 from mempo_ray.contracts import EndReason, EpisodeRequest, Trajectory, Turn
 from mempo_ray.errors import DeadlineExceeded, InfrastructureError, ToolFailed
-from mempo_ray.ports import Generate, GenerateRequest, Generation, Search, Tokenizer
+from mempo_ray.ports import Generate, GenerateRequest, Generation, Tokenizer
 
 _NO_IDS = np.empty(0, np.int32)
 
@@ -37,31 +36,32 @@ async def run_episode(
     request: EpisodeRequest,
     *,
     generate: Generate,
-    search: Search,
+    tools: Toolbox,
     renderer: Renderer,
     agent: Agent,
     rollout: Rollout,
     probe_texts: ProbeTexts = joined_probe,
     clock: Callable[[], float] = monotonic,
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> Trajectory:
     """Run one episode to its end, whichever it is.
 
     Args:
-        generate, search: may raise InfrastructureError; searches are retried here, generations by `generate` itself.
+        generate: may raise InfrastructureError, after its own retries.
+        tools: open.
         rollout: `stop_at_tags`, `max_model_len` and `request_timeout_s` are read.
         probe_texts: texts of the task's probes (§3); by default its primary answers joined.
-        clock: seconds, monotonic. With `sleep`, what a test replaces.
+        clock: seconds, monotonic; what a test replaces.
     """
-    episode = _Episode(
-        request, generate, renderer, agent, rollout, deadline=clock() + agent.limits.episode_s, clock=clock
-    )
-    tools = {name: TOOLS.get(name)(search, agent, clock=clock, sleep=sleep) for name in agent.tools}
+    deadline = clock() + agent.limits.episode_s
+    episode = _Episode(request, generate, tools, renderer, agent, rollout, deadline, clock)
+    tool_rewards: dict[str, float] = {}
     detail = ""
-    try:
-        end_reason = await episode.play(tools)
-    except InfrastructureError as error:
-        end_reason, detail = _end_reason(error), str(error)
+    async with tools.session(request) as session:
+        try:
+            end_reason = await episode.play(session)
+            tool_rewards = await session.rewards()
+        except InfrastructureError as error:
+            end_reason, detail = _end_reason(error), str(error)
     return Trajectory(
         task=request.task,
         sibling=request.sibling,
@@ -76,6 +76,7 @@ async def run_episode(
         answer=extract_answer(episode.parsed),
         detail=detail,
         num_reencoded=episode.num_reencoded,
+        tool_rewards=tool_rewards,
     )
 
 
@@ -85,6 +86,7 @@ class _Episode:
 
     request: EpisodeRequest
     generate: Generate
+    tools: Toolbox
     renderer: Renderer
     agent: Agent
     rollout: Rollout
@@ -94,23 +96,21 @@ class _Episode:
     parsed: list[ParsedTurn] = field(default_factory=list)
     num_reencoded: int = 0
 
-    async def play(self, tools: dict[str, SearchTool]) -> EndReason:
+    async def play(self, session: ToolSession) -> EndReason:
         """Turn after turn, until the policy ends the episode. Raises InfrastructureError."""
         initial_ids = prompt_ids = self.renderer.initial_ids(self.request.task.question)
         while (room := self._room(len(prompt_ids), self._spent_tokens())) > 0:
-            turn, parsed = await self._sample(prompt_ids, room)
+            turn, parsed, call = await self._sample(prompt_ids, room)
             if turn.finish_reason == "length":
                 return EndReason.LENGTH
-            if (action := parsed.action) is None:
-                return EndReason.FORMAT_STOP
-            if action.name == "answer":
+            if parsed.action is not None and parsed.action.name == "answer":
                 return EndReason.ANSWERED
-            if action.name not in tools:
+            if call is None:
                 return EndReason.FORMAT_STOP
             if len(self.turns) == self.agent.max_turns:
                 return EndReason.MAX_TURNS
-            passages = await tools[action.name](action.text, self.deadline, turn.seed)
-            response = self.renderer.tool_ids(passages, self.agent.limits.tool_tokens)
+            result = await session.call(call, self.deadline, turn.seed)
+            response = self.renderer.tool_ids(result.passages, self.agent.limits.tool_tokens)
             answered = replace(turn, tool_ids=response.ids, tool_text=response.text, passage_ids=response.passage_ids)
             history = [PastTurn(t.output_ids, t.tool_ids, t.memory_ids) for t in (*self.turns[:-1], answered)]
             prompt_ids = self.renderer.next_prompt(initial_ids, history, self.agent)
@@ -119,7 +119,7 @@ class _Episode:
             self.turns[-1] = answered
         return EndReason.LENGTH
 
-    async def _sample(self, prompt_ids: np.ndarray, room: int) -> tuple[Turn, ParsedTurn]:
+    async def _sample(self, prompt_ids: np.ndarray, room: int) -> tuple[Turn, ParsedTurn, ToolCall | None]:
         """Sample turn number len(turns), parse it and append it."""
         forced_ids = self._forced_ids()
         seed = turn_seed(self.request.seed, len(self.turns))
@@ -136,8 +136,9 @@ class _Episode:
         output = _Output.of(generation, forced_ids)
         tokenizer = self.renderer.tokenizer
         if self.rollout.stop_at_tags:
-            output = output.cut_after_action(tokenizer)
-        parsed = parse_turn([tokenizer.token_bytes(i) for i in output.ids])
+            output = output.cut_after_action(tokenizer, self.tools.tags)
+        parsed = parse_turn([tokenizer.token_bytes(i) for i in output.ids], self.tools.tags)
+        call = self.tools.call_of(parsed.action)
         memory, num_reencoded = memory_ids(output.ids, parsed, tokenizer)
         turn = Turn(
             prompt_ids=prompt_ids,
@@ -151,12 +152,12 @@ class _Episode:
             seed=seed,
             finish_reason=output.finish_reason,
             text=tokenizer.decode(output.ids.tolist()),
-            query=parsed.action.text if parsed.action and parsed.action.name == "search" else "",
+            query=str(call.arguments.get("query", "")) if call is not None and call.name == "search" else "",
         )
         self.turns.append(turn)
         self.parsed.append(parsed)
         self.num_reencoded += num_reencoded
-        return turn, parsed
+        return turn, parsed, call
 
     def _forced_ids(self) -> np.ndarray:
         forced = self.request.forced_memory_S
@@ -203,13 +204,13 @@ class _Output:
             generation.finish_reason,
         )
 
-    def cut_after_action(self, tokenizer: Tokenizer) -> _Output:
-        """Stop with the token that completes the first search or answer, and add the end-of-turn token with mask 0.
+    def cut_after_action(self, tokenizer: Tokenizer, call_tags: tuple[str, ...]) -> _Output:
+        """Stop with the token that completes the first call or answer, and add the end-of-turn token with mask 0.
 
         Cutting a sample at a stopping time leaves the distribution of what remains as it was, so this is right for any
         engine, whether it stopped there by itself or sampled on.
         """
-        parsed = parse_turn([tokenizer.token_bytes(i) for i in self.ids])
+        parsed = parse_turn([tokenizer.token_bytes(i) for i in self.ids], call_tags)
         if parsed.action is None:
             return self
         num_kept = int(np.searchsorted(parsed.starts_T, parsed.action.stop))

@@ -10,10 +10,11 @@ is encoded once; prompts only concatenate (algorithm.md §1, "token in, token ou
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import numpy as np
 from jinja2 import TemplateError
@@ -48,9 +49,9 @@ class ChatFrame:
     system: tuple[str, str] | None
 
     @classmethod
-    def from_folder(cls, folder: Path | str, template: str = "auto") -> Self:
+    def from_folder(cls, folder: Path | str, template: str = "auto", tools: Sequence[Mapping[str, Any]] = ()) -> Self:
         """`template`: 'auto' = `chat_template.jinja` of the folder, else `chat_template` of its tokenizer_config.json;
-        or the path of a jinja file.
+        or the path of a jinja file. `tools`: function schemas that the template lists in the first prompt.
 
         Raises:
             ConfigError: no template, or one that fails, repeats or drops the messages.
@@ -59,12 +60,12 @@ class ChatFrame:
         special = read_json(folder / "tokenizer_config.json")
         source = _template_source(folder, special, template)
         tokens = {name: token_text(special.get(name)) for name in ("bos_token", "eos_token")}
-        return cls.from_template(source, tokens)
+        return cls.from_template(source, tokens, tools)
 
     @classmethod
-    def from_template(cls, source: str, tokens: Mapping[str, str]) -> Self:
+    def from_template(cls, source: str, tokens: Mapping[str, str], tools: Sequence[Mapping[str, Any]] = ()) -> Self:
         """Cut the frame out of jinja text. `tokens` are the template's variables bos_token and eos_token."""
-        render = _renderer_of(source, tokens)
+        render = _renderer_of(source, tokens, tools)
         dialogue = [("user", _QUESTION), ("assistant", _OUTPUT), ("user", _TOOL)]
         try:
             before_question, before_output = _cut(render(dialogue[:1]), _QUESTION)
@@ -134,8 +135,10 @@ class Renderer:
         self._before_tool = frame.after_output.removeprefix(end_of_turn)
 
     @classmethod
-    def from_folder(cls, folder: Path | str, tokenizer: Tokenizer, agent: Agent) -> Self:
-        return cls(tokenizer, ChatFrame.from_folder(folder, agent.chat_template), agent.system_prompt)
+    def from_folder(
+        cls, folder: Path | str, tokenizer: Tokenizer, agent: Agent, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> Self:
+        return cls(tokenizer, ChatFrame.from_folder(folder, agent.chat_template, tools), agent.system_prompt)
 
     def initial_ids(self, question: str) -> np.ndarray:
         """int32 [P]: the prompt of turn 1."""
@@ -147,9 +150,13 @@ class Renderer:
 
     def tool_ids(self, passages: Sequence[Passage], limit_tokens: int) -> ToolResponse:
         """A search result, one passage a line; cut at a passage border, and marked, when its ids exceed the limit."""
-        responses = (self._tool_response(passages, num_kept) for num_kept in range(len(passages), 0, -1))
-        fitting = (response for response in responses if len(response.ids) <= limit_tokens)
-        return next(fitting, None) or self._tool_response(passages, 0)
+        whole = self._tool_response(passages, len(passages))
+        if len(whole.ids) <= limit_tokens:
+            return whole
+        num_kept = bisect_right(
+            range(1, len(passages)), limit_tokens, key=lambda n: len(self._tool_response(passages, n).ids)
+        )
+        return self._tool_response(passages, num_kept)
 
     def sft_rows(self, initial_ids: np.ndarray, turns: Sequence[tuple[str, np.ndarray]], agent: Agent) -> list[SftRow]:
         """One row per turn of a written episode: (output text without the end token, ids of its tool response)."""
@@ -182,7 +189,7 @@ class Renderer:
             lines.append(f"[{num_kept} of {len(passages)} passages shown]")
         text = "<tool_response>" + "\n".join(lines) + "</tool_response>"
         ids = self._encode(self._before_tool + text + self._frame.before_output)
-        return ToolResponse(ids, text, tuple(p.id for p in passages[:num_kept]))
+        return ToolResponse(ids, text, tuple(p.id for p in passages[:num_kept] if p.id))
 
     def _encode(self, text: str) -> np.ndarray:
         return np.asarray(self.tokenizer.encode(text), np.int32)
@@ -222,7 +229,9 @@ def _template_source(folder: Path, special: Mapping, template: str) -> str:
     return found
 
 
-def _renderer_of(source: str, tokens: Mapping[str, str]) -> Callable[[Sequence[tuple[str, str]]], str]:
+def _renderer_of(
+    source: str, tokens: Mapping[str, str], tools: Sequence[Mapping[str, Any]]
+) -> Callable[[Sequence[tuple[str, str]]], str]:
     """The template as a function of (role, content) messages, ending with the assistant header."""
 
     def raise_exception(message: str) -> NoReturn:
@@ -236,7 +245,7 @@ def _renderer_of(source: str, tokens: Mapping[str, str]) -> Callable[[Sequence[t
 
     def render(messages: Sequence[tuple[str, str]]) -> str:
         plain = [{"role": role, "content": content} for role, content in messages]
-        return compiled.render(messages=plain, add_generation_prompt=True, tools=None, **tokens)
+        return compiled.render(messages=plain, add_generation_prompt=True, tools=list(tools) or None, **tokens)
 
     return render
 

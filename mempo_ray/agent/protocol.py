@@ -6,6 +6,7 @@ hold any tag, or the word "assistant", without counting for or against the polic
 
 from __future__ import annotations
 
+import functools
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,8 @@ from itertools import accumulate
 
 from mempo_ray.contracts import NO_SPAN, SPAN_NAMES
 
-_TAG = re.compile(rb"<(/?)(" + "|".join(SPAN_NAMES).encode() + rb")>")
+SEARCH_TAGS = ("search",)
+"""Tags that ask for a tool, unless a run's tools say otherwise (agent/tools/parsers.py)."""
 
 FORMAT_CHECKS = (
     "think_paired",
@@ -51,7 +53,8 @@ class ParsedTurn:
     """One turn, parsed.
 
     `blocks`: outermost blocks in order; tags inside a block are its content. `tags`: every tag, as (name, is_closing).
-    `starts_T`: the byte at which each token begins.
+    `starts_T`: the byte at which each token begins. `call_tags`: the tags that ask for a tool. Whichever it is, spans
+    and format rules call it "search".
 
     Example: tokens ["<mem>", "a</mem", "><", "answer>", "b</answer>"] have blocks mem = bytes [0, 12) and
     answer = bytes [12, 30); the token "><" begins inside mem, so the spans are mem [0, 3) and answer [3, 5).
@@ -61,22 +64,35 @@ class ParsedTurn:
     blocks: tuple[Block, ...]
     tags: tuple[tuple[str, bool], ...]
     starts_T: tuple[int, ...]
+    call_tags: tuple[str, ...] = SEARCH_TAGS
+
+    @property
+    def actions(self) -> list[Block]:
+        """Calls and answers, in order."""
+        return [block for block in self.blocks if block.name == "answer" or block.name in self.call_tags]
 
     @property
     def action(self) -> Block | None:
-        """The first search or answer. A search for nothing is no action: it must not reach the tool, whose failure
+        """The first call or answer. A call for nothing is no action: it must not reach the tool, whose failure
         would take the trajectory out of the statistics."""
-        action = next((b for b in self.blocks if b.name in ("search", "answer")), None)
-        return None if action is None or (action.name == "search" and not action.text) else action
+        action = next(iter(self.actions), None)
+        return None if action is None or (action.name != "answer" and not action.text) else action
 
     def block(self, name: str) -> Block | None:
         """The block of that name, if it is whole and the only one."""
-        found = [b for b in self.blocks if b.name == name]
+        found = [block for block in self.blocks if block.name in self.tags_of(name)]
         return found[0] if len(found) == 1 and self.is_paired(name) else None
 
     def is_paired(self, name: str) -> bool:
         """Opening and closing tags of that name alternate, wherever they stand."""
-        closings = [closing for tag, closing in self.tags if tag == name]
+        return all(map(self._alternates, self.tags_of(name)))
+
+    def tags_of(self, name: str) -> tuple[str, ...]:
+        """ "search" stands for every tag that asks for a tool."""
+        return self.call_tags if name == "search" else (name,)
+
+    def _alternates(self, tag: str) -> bool:
+        closings = [is_closing for name, is_closing in self.tags if name == tag]
         return len(closings) % 2 == 0 and all(closing == bool(n % 2) for n, closing in enumerate(closings))
 
     def token_span(self, block: Block) -> tuple[int, int]:
@@ -96,11 +112,11 @@ def write_turn(memory: str, thought: str, *, search: str | None = None, answer: 
     return f"<mem>{memory}</mem><think>{thought}</think>{action}"
 
 
-def parse_turn(pieces_T: Sequence[bytes]) -> ParsedTurn:
+def parse_turn(pieces_T: Sequence[bytes], call_tags: tuple[str, ...] = SEARCH_TAGS) -> ParsedTurn:
     """Parse one output from the bytes of its tokens (`Tokenizer.token_bytes` of each id)."""
     text = b"".join(pieces_T)
     starts = tuple(accumulate(map(len, pieces_T), initial=0))[:-1]
-    tags = list(_TAG.finditer(text))
+    tags = list(_tag_pattern(call_tags).finditer(text))
     blocks: list[Block] = []
     end = 0
     for tag in tags:
@@ -111,7 +127,13 @@ def parse_turn(pieces_T: Sequence[bytes]) -> ParsedTurn:
         if close >= 0:
             end = close + len(f"</{name}>")
             blocks.append(Block(name, tag.start(), end, text[tag.end() : close]))
-    return ParsedTurn(text, tuple(blocks), tuple((t[2].decode(), bool(t[1])) for t in tags), starts)
+    return ParsedTurn(text, tuple(blocks), tuple((t[2].decode(), bool(t[1])) for t in tags), starts, call_tags)
+
+
+@functools.cache
+def _tag_pattern(call_tags: tuple[str, ...]) -> re.Pattern[bytes]:
+    names = (*(name for name in SPAN_NAMES if name != "search"), *call_tags)
+    return re.compile(rb"<(/?)(" + "|".join(map(re.escape, names)).encode() + rb")>")
 
 
 def format_report(turns_S: Sequence[ParsedTurn], responded_S: Sequence[bool]) -> Mapping[str, bool]:
@@ -120,13 +142,14 @@ def format_report(turns_S: Sequence[ParsedTurn], responded_S: Sequence[bool]) ->
     A turn takes one action; whatever it asks for after that fails the check of the action that counted.
     """
     tags = [tag for turn in turns_S for tag in turn.tags]
-    actions_S = [[block.name for block in turn.blocks if block.name in ("search", "answer")] for turn in turns_S]
+    actions_S = [["answer" if block.name == "answer" else "search" for block in turn.actions] for turn in turns_S]
 
     def paired(name: str) -> bool:
         return all(turn.is_paired(name) for turn in turns_S)
 
     def present(name: str) -> bool:
-        return {(name, False), (name, True)} <= set(tags)
+        names = {tag for turn in turns_S for tag in turn.tags_of(name)}
+        return any({(tag, False), (tag, True)} <= set(tags) for tag in names)
 
     closes_first = next((is_closing for name, is_closing in tags if name == "answer"), False)
     verdict_N = (

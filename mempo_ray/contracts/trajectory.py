@@ -143,6 +143,7 @@ class Trajectory:
     answer: str | None = None  # content of the last <answer> of the policy's own tokens, stripped
     detail: str = ""  # of an infrastructure end: what failed
     num_reencoded: int = 0  # memory tails that were encoded again (§3)
+    tool_rewards: Mapping[str, float] = field(default_factory=dict)  # by tool, of those that gave one
 
     @property
     def format_valid(self) -> bool:
@@ -251,6 +252,7 @@ _TABLE = {
     "query": (pa.string(), "search query or empty"),
     "passage_ids": (pa.list_(pa.string()), "of the search result"),
     "tool_text": (pa.string(), "tool response"),
+    "tool_rewards": (pa.string(), "by tool, as JSON"),
 }
 
 
@@ -299,6 +301,7 @@ class TrajectoryBatch(Batch):
             "query": [turn.query for _, _, turn in rows],
             "passage_ids": [list(turn.passage_ids) for _, _, turn in rows],
             "tool_text": [turn.tool_text for _, _, turn in rows],
+            "tool_rewards": [json.dumps(dict(t.tool_rewards)) for t, _, _ in rows],
         }
         table = pa.table({n: pa.array(values, _TABLE[n][0]) for n, values in texts.items()})
         return cls(ragged, fixed, table)
@@ -336,6 +339,7 @@ class TrajectoryBatch(Batch):
             answer=texts["answer"][start],
             detail=texts["detail"][start],
             num_reencoded=int(self.fixed["num_reencoded"][start]),
+            tool_rewards=json.loads(texts["tool_rewards"][start]),
         )
 
 

@@ -1,9 +1,13 @@
-"""Tools that an action can call, by the name of their tag. `agent.tools` lists those a run may use."""
+"""Tools that a turn can call. `agent.tools` and `agent.tools_file` list those a run may use.
 
-from mempo_ray.agent.tools.search import SearchTool
-from mempo_ray.registry import Registry
+action ──parsers──▶ ToolCall ──toolbox──▶ BaseTool.execute ──▶ ToolResult ──Renderer──▶ tool ids
+"""
 
-TOOLS: Registry[type[SearchTool]] = Registry("agent.tools")
-TOOLS.register("search")(SearchTool)
+from mempo_ray.agent.tools.base import BaseTool, Services, ToolResult, text_parameter
+from mempo_ray.agent.tools.parsers import TOOL_PARSERS, ToolCall, ToolParser
+from mempo_ray.agent.tools.toolbox import TOOLS, Toolbox, ToolSession
 
-__all__ = ["TOOLS", "SearchTool"]
+__all__ = [
+    "TOOLS", "TOOL_PARSERS", "BaseTool", "Services", "ToolCall", "ToolParser", "ToolResult", "ToolSession", "Toolbox",
+    "text_parameter",
+]  # fmt: skip

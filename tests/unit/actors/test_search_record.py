@@ -12,6 +12,7 @@ from mempo_ray.agent.episode import run_episode
 from mempo_ray.agent.prompt import Renderer
 from mempo_ray.agent.protocol import write_turn
 from mempo_ray.agent.tokenizer import FileTokenizer
+from mempo_ray.agent.tools import Services, Toolbox
 from mempo_ray.config.load import build
 from mempo_ray.config.schema import Agent, Retrieval, Rollout
 from mempo_ray.contracts import EpisodeRequest, Passage, Task
@@ -157,7 +158,7 @@ async def test_a_replayed_episode_has_the_same_tool_tokens_in_every_turn(tmp_pat
         return await run_episode(
             request,
             generate=ScriptedGenerate(renderer.tokenizer, lines),
-            search=search,
+            tools=Toolbox(Agent(top_k=3), Services(search)),
             renderer=renderer,
             agent=Agent(top_k=3),
             rollout=Rollout(),

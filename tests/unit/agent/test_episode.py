@@ -8,6 +8,7 @@ from mempo_ray.agent.group import turn_seed
 from mempo_ray.agent.prompt import Renderer
 from mempo_ray.agent.protocol import write_turn
 from mempo_ray.agent.tokenizer import FileTokenizer
+from mempo_ray.agent.tools import Services, Toolbox
 from mempo_ray.config.schema import Agent, AgentLimits, Rollout
 from mempo_ray.contracts import EndReason, EpisodeRequest, Passage, Task, TrajectoryBatch
 from mempo_ray.errors import DeadlineExceeded, EngineFailed, Overloaded
@@ -48,12 +49,13 @@ def play(renderer):
         return await run_episode(
             request or EpisodeRequest(TASK, sibling=2, seed=7),
             generate=generate,
-            search=search or FakeSearch(default=[HOSTILE]),
+            tools=Toolbox(
+                agent or Agent(), Services(search or FakeSearch(default=[HOSTILE])), clock=clock, sleep=clock.sleep
+            ),
             renderer=renderer,
             agent=agent or Agent(),
             rollout=Rollout(**rollout),
             clock=clock,
-            sleep=clock.sleep,
         )
 
     return play

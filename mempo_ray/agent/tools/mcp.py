@@ -1,0 +1,122 @@
+"""Tools of an MCP server (modelcontextprotocol.io), over stdio or HTTP, by the `mcp` client.
+
+A connection belongs to the task that opens it, so each server has one: it connects, says that it is ready, and waits to
+be closed. When the server dies, calls fail as infrastructure and the next call connects again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mcp import Client, MCPError, StdioServerParameters
+from mcp.types import CallToolResult, TextContent, Tool
+
+from mempo_ray.agent.tools.base import BaseTool, ToolResult
+from mempo_ray.agent.tools.catalogue import McpServerEntry
+from mempo_ray.errors import ConfigError, ToolFailed
+
+CLOSE_S = 10.0  # then the connection's task is abandoned
+
+
+class McpServer:
+    """One server and its connection."""
+
+    def __init__(self, entry: McpServerEntry) -> None:
+        self._entry = entry
+        self._lock = asyncio.Lock()
+        self._client: Client | None = None
+        self._closing = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def tools(self) -> list[McpTool]:
+        """Those that the entry names, else all.
+
+        Raises:
+            ToolFailed: no connection.
+            ConfigError: the server does not have a tool that the entry names.
+        """
+        listed = {tool.name: tool for tool in await self._listed()}
+        if unknown := [name for name in self._entry.tools if name not in listed]:
+            raise ConfigError(
+                f"agent.tools_file: MCP server {self._entry.name!r} has no tool {unknown[0]!r}; it has "
+                f"{', '.join(listed)}"
+            )
+        return [McpTool(self, listed[name]) for name in self._entry.tools or listed]
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> CallToolResult:
+        """One call. Raises ToolFailed: the server could not be reached, or died, or answered outside the protocol."""
+        client = await self._connected()
+        try:
+            answer = await client.call_tool(name, dict(arguments))
+        except (MCPError, OSError, RuntimeError) as error:
+            await self.close()
+            raise ToolFailed(f"MCP server {self._entry.name!r}: {type(error).__name__}: {error}") from error
+        return answer
+
+    async def close(self) -> None:
+        """Ends the connection, and with it a server that was started for it."""
+        task, self._task, self._client = self._task, None, None
+        self._closing.set()
+        if task is not None:
+            await asyncio.wait([task], timeout=CLOSE_S)
+
+    async def _listed(self) -> Sequence[Tool]:
+        client = await self._connected()
+        found: list[Tool] = []
+        cursor: str | None = None
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            found += page.tools
+            cursor = page.next_cursor
+            if cursor is None:
+                return found
+
+    async def _connected(self) -> Client:
+        async with self._lock:
+            if self._client is None:
+                ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+                self._closing = asyncio.Event()
+                self._task = asyncio.create_task(self._hold(ready, self._closing), name=f"mcp {self._entry.name}")
+                try:
+                    async with asyncio.timeout(self._entry.startup_s):
+                        self._client = await ready
+                except TimeoutError:
+                    await self.close()
+                    raise ToolFailed(
+                        f"MCP server {self._entry.name!r} did not answer within startup_s={self._entry.startup_s:g}"
+                    ) from None
+            return self._client
+
+    async def _hold(self, ready: asyncio.Future[Client], closing: asyncio.Event) -> None:
+        """The life of one connection."""
+        entry = self._entry
+        where = entry.url or StdioServerParameters(
+            command=entry.command[0], args=list(entry.command[1:]), env=entry.env
+        )
+        try:
+            async with Client(where) as client:
+                ready.set_result(client)
+                await closing.wait()
+        except Exception as error:  # noqa: BLE001 - whatever ended the connection, its users are told
+            if not ready.done():
+                ready.set_exception(
+                    ToolFailed(f"MCP server {entry.name!r} cannot be reached: {type(error).__name__}: {error}")
+                )
+
+
+class McpTool(BaseTool):
+    """One tool of a server. A call is made again only where the server says that this does no harm."""
+
+    def __init__(self, server: McpServer, tool: Tool) -> None:
+        self._server = server
+        self.name, self.description = tool.name, tool.description or ""
+        self.parameters = tool.input_schema
+        hints = tool.annotations
+        self.is_idempotent = bool(hints and (hints.read_only_hint or hints.idempotent_hint))
+
+    async def execute(self, instance: Any, arguments: Mapping[str, Any]) -> ToolResult:
+        answer = await self._server.call(self.name, arguments)
+        text = "\n".join(part.text if isinstance(part, TextContent) else f"[{part.type}]" for part in answer.content)
+        return ToolResult.error(text) if answer.is_error else ToolResult.of_text(text)

@@ -1,0 +1,199 @@
+"""Calls of tools: what is tried again, what the policy is told, what is given back; and the file that lists tools."""
+
+import asyncio
+import random
+
+import pytest
+
+from mempo_ray.agent.tools import TOOL_PARSERS, TOOLS, Services, Toolbox, ToolCall, ToolResult
+from mempo_ray.agent.tools.base import LONGEST_LINE, problem_of
+from mempo_ray.agent.tools.catalogue import read_catalogue
+from mempo_ray.agent.tools.toolbox import LONGEST_WAIT_S, wait_s
+from mempo_ray.config.schema import Agent, AgentLimits
+from mempo_ray.contracts import EpisodeRequest, Passage, Task
+from mempo_ray.errors import ConfigError, DeadlineExceeded, ToolFailed
+from tests.fakes.search import FakeSearch
+from tests.fakes.tools import CountingTool
+
+REQUEST = EpisodeRequest(Task("q1", "?", (("x",),), "test"), 0, 0)
+PASSAGES = [Passage(str(n), "", "x") for n in range(5)]
+SEARCH = ToolCall("search", {"query": "q"})
+
+
+class Clock:
+    def __init__(self):
+        self.now, self.waits = 0.0, []
+
+    def __call__(self):
+        return self.now
+
+    async def sleep(self, seconds):
+        self.waits.append(seconds)
+        self.now += seconds
+
+
+@pytest.fixture(autouse=True)
+def _no_steps():
+    CountingTool.steps.clear()
+
+
+def toolbox(search=None, clock=None, tools_file="", tools=("search",), **limits):
+    clock = clock or Clock()
+    agent = Agent(limits=AgentLimits(**limits), top_k=3, tools=tools, tools_file=str(tools_file))
+    return Toolbox(agent, Services(search or FakeSearch()), clock=clock, sleep=clock.sleep)
+
+
+def counting(tmp_path, **config):
+    file = tmp_path / "tools.yaml"
+    file.write_text(f"tools:\n- class: tests.fakes.tools:CountingTool\n  retries: 2\n  config: {config}\n")
+    return file
+
+
+async def call(box, what, deadline=100.0, seed=0):
+    async with box.session(REQUEST) as session:
+        return await session.call(what, deadline, seed)
+
+
+def text(result):
+    return "\n".join(passage.text for passage in result.passages)
+
+
+async def test_at_most_top_k_passages():
+    assert (await call(toolbox(FakeSearch(default=PASSAGES)), SEARCH)).passages == PASSAGES[:3]
+
+
+async def test_waits_grow_have_jitter_and_are_the_same_for_the_same_seed():
+    waits = []
+    for _ in range(2):
+        clock = Clock()
+        await call(toolbox(FakeSearch(num_failures=5, default=PASSAGES), clock), SEARCH, 1000, seed=5)
+        waits.append(clock.waits)
+    assert waits[0] == waits[1]
+    assert len(waits[0]) == 5
+    assert all(0 <= wait <= min(0.1 * 2**n, LONGEST_WAIT_S) for n, wait in enumerate(waits[0], 1))
+    assert wait_s(60, random.Random(0)) <= LONGEST_WAIT_S
+
+
+async def test_the_episode_s_deadline_ends_the_retries():
+    clock = Clock()
+    with pytest.raises(DeadlineExceeded, match="the index is away"):
+        await call(toolbox(FakeSearch(num_failures=99), clock, search_retries=50), SEARCH, 0.01)
+    assert clock.now == pytest.approx(0.01)
+
+
+async def test_a_search_that_never_answers_fails_at_its_own_deadline():
+    async def silent(queries, top_k):
+        await asyncio.Event().wait()
+
+    box = toolbox(silent, search_s=0.01, search_retries=0)
+    with pytest.raises(ToolFailed, match=r"failed 1 times: no answer within 0\.01 s"):
+        await call(box, SEARCH)
+    assert box.failures == {"search": 1}
+
+
+async def test_a_mistake_in_the_arguments_is_told_to_the_policy_and_reaches_no_tool():
+    search = FakeSearch()
+    result = await call(toolbox(search), ToolCall("search", {"querry": "q"}))
+    assert text(result) == "error: missing argument 'query'; unknown argument 'querry'"
+    assert search.queries == []
+
+
+async def test_an_instance_lives_as_long_as_its_episode(tmp_path):
+    box = toolbox(tools_file=counting(tmp_path))
+    async with box.session(REQUEST) as session:
+        assert await session.rewards() == {}
+        answers = [text(await session.call(ToolCall("count", {"by": by}), 100, 0)) for by in ("2", "3")]
+        assert await session.rewards() == {"count": 0.5}
+    assert answers == ["2", "5"]
+    assert CountingTool.steps == ["create q1", "release 5"]
+
+
+async def test_an_instance_is_released_after_a_failure_too(tmp_path):
+    box = toolbox(tools_file=counting(tmp_path, release_fails=True))
+
+    async def episode():
+        async with box.session(REQUEST) as session:
+            await session.call(ToolCall("count", {"by": "1"}), 100, 0)
+            raise KeyError("a bug elsewhere")
+
+    with pytest.raises(KeyError):
+        await episode()
+    assert CountingTool.steps == ["create q1", "release 1"]
+    assert box.failures == {"count": 1}
+
+
+@pytest.mark.parametrize(("is_idempotent", "num_tries"), [(True, 3), (False, 1)])
+async def test_only_a_call_that_may_be_made_twice_is_tried_again(tmp_path, is_idempotent, num_tries):
+    box = toolbox(tools_file=counting(tmp_path, num_failures=9, is_idempotent=is_idempotent))
+    with pytest.raises(ToolFailed, match=f"failed {num_tries} times: away"):
+        await call(box, ToolCall("count", {"by": "1"}))
+    assert box.failures == {"count": num_tries}
+
+
+def test_tools_and_parsers_are_registered_by_name():
+    assert TOOLS.names == ("calculator", "python", "search")
+    assert TOOL_PARSERS.names == ("hermes", "tags")
+    with pytest.raises(ConfigError, match=r"agent\.tools"):
+        TOOLS.check("serach")
+
+
+def test_a_schema_is_a_function_as_openai_has_it():
+    (schema,) = Toolbox(Agent(tool_parser="hermes"), Services(FakeSearch())).prompt_schemas
+    assert schema["type"] == "function"
+    assert schema["function"]["name"] == "search"
+    assert schema["function"]["parameters"]["required"] == ["query"]
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("tools: [{name: calculator, timeout: 3}]", "tools.0.timeout"),
+        ("tools: [{config: {}}]", "either name or class"),
+        ("tools: [{name: calculater}]", "did you mean 'calculator'"),
+        ("tools: [{class: 'nowhere:Tool'}]", "cannot be imported"),
+        ("tools: [{class: 'pathlib:Path'}]", "not a subclass"),
+        ("tools: [{name: calculator}, {name: calculator}]", "'calculator' is taken"),
+        ("mcp_servers: [{name: a}]", "either command or url"),
+        ("tools: [", "cannot be read as YAML"),
+        ("tools: [{name: python}]", "no sandbox"),
+    ],
+)
+def test_a_wrong_file_is_an_error_that_says_what(tmp_path, file, words):
+    path = tmp_path / "tools.yaml"
+    path.write_text(file)
+    with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
+        toolbox(tools_file=path)
+
+
+def test_a_file_that_is_not_there_is_an_error():
+    with pytest.raises(ConfigError, match=r"tools_file: /nowhere"):
+        read_catalogue("/nowhere")
+
+
+def test_the_file_s_settings_of_a_tool_win_over_the_list(tmp_path):
+    path = tmp_path / "tools.yaml"
+    path.write_text("tools: [{name: search, retries: 0, timeout_s: 1}]")
+    assert toolbox(tools_file=path).tags == ("search",)
+
+
+def test_a_long_text_is_many_passages_and_an_empty_one_is_said_to_be_empty():
+    assert [len(p.text) for p in ToolResult.of_text("x" * (LONGEST_LINE + 1)).passages] == [LONGEST_LINE, 1]
+    assert text(ToolResult.of_text("a\n\nb\n")) == "a\n\nb"
+    assert text(ToolResult.of_text("")) == "(no output)"
+    assert ToolResult.of_text("x" * 40_000).passages[-1].text == "[cut at 32768 characters]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"n": 3}, ""),
+        ({"n": 3, "name": "x"}, ""),
+        ({}, "missing argument 'n'"),
+        ({"n": "3"}, "argument 'n' must be a JSON integer"),
+        ({"n": True}, "argument 'n' must be a JSON integer"),
+        ({"n": 3, "m": 1}, "unknown argument 'm'"),
+    ],
+)
+def test_arguments_are_checked_by_name_and_type(arguments, problem):
+    parameters = {"properties": {"n": {"type": "integer"}, "name": {"type": "string"}}, "required": ["n"]}
+    assert problem_of(arguments, parameters) == problem
