@@ -71,6 +71,7 @@ def burn(cpu_s: float) -> None:
         pass
 
 
+@register_scorer("test-org/trusted")  # in a thread
 @register_scorer("test-org/hostile", isolation="process")
 def hostile(response: Response, settings: Reward) -> object:
     """Hostile where the answer is one of KINDS; else the answer as a number, after `extra_info['cpu_s']` of CPU."""

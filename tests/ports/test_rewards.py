@@ -1,4 +1,5 @@
-"""What every `ports.Rewards` does: the fake, and a RewardManagerWorker's plain class with a real manager."""
+"""What every `ports.Rewards` does: the fake, and a RewardManagerWorker's plain class with its scorers in threads, in
+processes, and in processes that score lists."""
 
 from __future__ import annotations
 
@@ -10,18 +11,18 @@ from mempo_ray.actors.reward import RewardManagerWorker
 from mempo_ray.config.schema import Reward
 from mempo_ray.contracts import PayloadRef, Score, Scored, TrajectoryBatch, Unscored
 from mempo_ray.rewards.registry import register_scorer
+from tests.fakes import hostile_scorers
 from tests.fakes.rewards import FakeRewards
 from tests.fakes.trajectories import trajectory
 
-ANSWERS = {"q/0": "right", "q/1": "wrong", "q/2": "broken"}
-"""What the trajectory behind each payload answered; its scorer breaks at the last."""
+ANSWERS = {"q/0": "1", "q/1": "0", "q/2": "raises"}
+"""What the trajectory behind each payload answered: its score, or that its scorer raises."""
 
-
-@register_scorer("test-org/breaks")
-def breaks(response, settings):
-    if response.answer == "broken":
-        raise ZeroDivisionError("no such reference")
-    return float(response.answer == "right")
+SETTINGS = {
+    "thread": Reward(scorer="test-org/trusted"),
+    "process": Reward(scorer="test-org/hostile"),
+    "batch": Reward(scorer="test-org/hostile", manager="batch"),
+}
 
 
 class WorkerRewards:
@@ -38,12 +39,12 @@ def payload(key: str) -> PayloadRef:
     return PayloadRef(key, TrajectoryBatch.from_trajectories([trajectory(ANSWERS[key])]))
 
 
-@pytest.fixture(params=["fake", "real"])
+@pytest.fixture(params=["fake", *SETTINGS])
 async def rewards(request):
     if request.param == "fake":
         yield FakeRewards(q_0=1.0, q_1=0.0, q_2=Unscored("no such reference", "scorer_error"))
         return
-    worker = RewardManagerWorker(Reward(scorer="test-org/breaks"))
+    worker = RewardManagerWorker(SETTINGS[request.param], [hostile_scorers.__name__])
     yield WorkerRewards(worker)
     await worker.close()
 
