@@ -84,7 +84,8 @@ class RayEmbedding:
             fn_constructor_args=(str(passages.resolve()), record, self._device, count),
             batch_size=1,
             compute=ray.data.ActorPoolStrategy(min_size=1, max_size=num_workers),
-            **({"num_gpus": 1} if resource == "GPU" else {"num_cpus": 1}),
+            num_cpus=1,
+            num_gpus=1 if self._device == "cuda" else None,
         )
 
 

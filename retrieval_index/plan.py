@@ -15,12 +15,15 @@ DENSE_KINDS = ("flat", "ivf", "hnsw", "ivfpq")
 KINDS = (*DENSE_KINDS, "bm25", "hybrid")
 TRAINING_ROWS_PER_LIST = 64  # FAISS warns below 39 and gains little above 256
 MIN_PQ_ROWS = 39 * 256  # for the 2^8 centroids of a sub-quantiser; fewer passages fit in memory anyway
-LIST_ITERATIONS = 10  # of k-means, FAISS's own number for inverted lists
+LIST_ITERATIONS, PQ_ITERATIONS = 10, 25  # of k-means, FAISS's own numbers
+MAX_PQ_TRAINING_ROWS = 256 * 256  # FAISS takes no more
 
 # Measured by benchmarks/index_scale.py on one AVX-512 core; another machine differs by its own factor.
-FLOPS_PER_THREAD_S = 60e9
+FLOPS_PER_S = 60e9  # of the matrix products that assign vectors to lists
+PQ_DISTANCES_PER_S, SMALL_PQ_DISTANCES_PER_S = 3e9, 3e8  # of four values to a centroid; FAISS is slow on few rows
+SMALL_PQ_ROWS = 32_768  # somewhere between 20,000 and 40,000
+HNSW_VALUES_PER_S = 2.5e6  # vectors times width inserted at efConstruction 40 into 15,000; slower by log n
 HNSW_LINK_BYTES = 2 * 4  # two int32 for each of `hnsw_links` on the lowest level; the upper ones add little
-HNSW_FLOPS_PER_VECTOR = 6_000  # times width: distances computed for one insertion at efConstruction 40, 32 links
 BM25_BYTES_PER_WORD = 6  # float32 score and int32 row, a word that occurs twice counted once
 BM25_MEMORY_BYTES_PER_WORD = 40
 BM25_SECONDS_PER_MEGAWORD = 1
@@ -111,7 +114,7 @@ def estimate(plan: IndexPlan, count: int, dim: int, num_threads: int, *, given_v
     Args:
         given_vectors: the vectors are in a file already and need no scratch file.
     """
-    row_bytes = 4 * dim
+    row_bytes, seconds = 4 * dim, 0.0
     scratch_bytes = 0 if given_vectors else count * row_bytes
     first, _, codec = plan.factory.partition(",")
     if first.startswith("IVF"):
@@ -119,16 +122,19 @@ def estimate(plan: IndexPlan, count: int, dim: int, num_threads: int, *, given_v
         code_bytes = row_bytes if codec == "Flat" else int(codec.removeprefix("PQ").partition("x")[0])
         file_bytes = count * (code_bytes + 8) + num_lists * row_bytes
         assigned = LIST_ITERATIONS * plan.num_training_rows + count  # rows compared with all centroids
-        flops = 2 * assigned * num_lists * dim
+        seconds = 2 * assigned * num_lists * dim / FLOPS_PER_S
+        if codec != "Flat":
+            num_rows = min(plan.num_training_rows, MAX_PQ_TRAINING_ROWS)
+            rate = PQ_DISTANCES_PER_S if num_rows > SMALL_PQ_ROWS else SMALL_PQ_DISTANCES_PER_S
+            seconds += (PQ_ITERATIONS * num_rows + count) * 256 * code_bytes / rate
     elif first.startswith("HNSW"):
         file_bytes = count * (row_bytes + HNSW_LINK_BYTES * int(first.removeprefix("HNSW")))
-        flops = HNSW_FLOPS_PER_VECTOR * dim * count
+        slower = max(1.0, math.log(count, 15_000)) * plan.build["efConstruction"] / 40
+        seconds = count * dim / HNSW_VALUES_PER_S * slower
     else:
-        file_bytes, flops = count * row_bytes, 0
+        file_bytes = count * row_bytes
     training_bytes = 2 * plan.num_training_rows * row_bytes  # the sample and FAISS's residuals of it
-    return Estimate(
-        file_bytes, file_bytes + training_bytes, file_bytes + scratch_bytes, flops / (FLOPS_PER_THREAD_S * num_threads)
-    )
+    return Estimate(file_bytes, file_bytes + training_bytes, file_bytes + scratch_bytes, seconds / num_threads)
 
 
 def describe(plan: IndexPlan, count: int, dim: int, num_threads: int, *, given_vectors: bool = False) -> str:

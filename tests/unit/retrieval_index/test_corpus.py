@@ -59,7 +59,7 @@ def test_a_missing_file_and_an_unknown_kind_say_so_before_the_first_passage(tmp_
     with pytest.raises(CorpusError, match="there is no file"):
         read_corpus(tmp_path / "absent.jsonl")
     (tmp_path / "a.csv").write_text("x")
-    with pytest.raises(CorpusError, match="no .jsonl, .tsv"):
+    with pytest.raises(CorpusError, match=r"no \.jsonl, \.tsv"):
         read_corpus(tmp_path / "a.csv")
 
 
