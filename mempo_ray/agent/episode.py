@@ -151,7 +151,7 @@ class _Episode:
             weight_version=generation.weight_version,
             seed=seed,
             finish_reason=output.finish_reason,
-            text=tokenizer.decode(output.ids.tolist()),
+            text=tokenizer.decode(output.said(tokenizer).tolist()),
             query=str(call.arguments.get("query", "")) if call is not None and call.name == "search" else "",
         )
         self.turns.append(turn)
@@ -203,6 +203,11 @@ class _Output:
             np.repeat(np.array([0, 1], np.uint8), [num_forced, num_sampled]),
             generation.finish_reason,
         )
+
+    def said(self, tokenizer: Tokenizer) -> np.ndarray:
+        """The ids without the end-of-turn token behind them: a scorer would take it for a part of the answer."""
+        ended = len(self.ids) > 0 and self.ids[-1] == tokenizer.end_of_turn_id
+        return self.ids[:-1] if ended else self.ids
 
     def cut_after_action(self, tokenizer: Tokenizer, call_tags: tuple[str, ...]) -> _Output:
         """Stop with the token that completes the first call or answer, and add the end-of-turn token with mask 0.

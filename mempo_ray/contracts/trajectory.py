@@ -123,7 +123,7 @@ class Turn:
     weight_version: int
     seed: int
     finish_reason: str  # "stop" | "length"
-    text: str  # output_ids decoded
+    text: str  # output_ids decoded, without the end-of-turn token
     query: str = ""
     passage_ids: tuple[str, ...] = ()
     tool_text: str = ""
@@ -248,7 +248,7 @@ _TABLE = {
     "answer": (pa.string(), "extracted answer or null"),
     "probes": (pa.string(), "Probe list as JSON"),
     "finish_reason": (pa.string(), "stop | length"),
-    "text": (pa.string(), "output decoded"),
+    "text": (pa.string(), "output decoded, without the end-of-turn token"),
     "query": (pa.string(), "search query or empty"),
     "passage_ids": (pa.list_(pa.string()), "of the search result"),
     "tool_text": (pa.string(), "tool response"),

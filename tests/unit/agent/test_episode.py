@@ -72,7 +72,7 @@ async def test_a_correct_episode_ends_answered_and_format_valid(play, renderer):
     assert trajectory.format_valid
     assert trajectory.answer == "Sari"
     assert (first.query, first.passage_ids, last.tool_ids.size) == ("mentor Boko", ("p1",), 0)
-    assert first.text == SEARCH + "<|im_end|>"
+    assert first.text == SEARCH  # what it said; the end-of-turn token is in its ids only
     assert first.output_mask.tolist() == [1] * len(first.output_ids)
     assert renderer.tokenizer.decode(last.memory_ids.tolist()) == "<mem>mentor Boko Sari .</mem>"
     assert trajectory.num_reencoded == sum(
