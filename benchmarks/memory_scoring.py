@@ -294,20 +294,30 @@ def update(rank: PolicyRank, repeat: int) -> list[dict[str, object]]:
         ids = np.concatenate(parts).astype(np.int64)
         return Row(ids, np.arange(len(ids) - len(parts[-1]), len(ids)))
 
-    def siblings(system: int, num_turns: int, context: str) -> list[Row]:
+    def siblings(
+        system: int,
+        context: str = "last_turn",
+        group: int = 4,
+        num_turns: int = 6,
+        output: int = OUTPUT,
+        tool: int = TOOL,
+    ) -> list[Row]:
         question, rows = rng.integers(0, VOCAB, system), []
-        for _ in range(4):
-            turns = [(rng.integers(0, VOCAB, OUTPUT), rng.integers(0, VOCAB, TOOL)) for _ in range(num_turns)]
-            for t, (output, _) in enumerate(turns):
+        for _ in range(group):
+            turns = [(rng.integers(0, VOCAB, output), rng.integers(0, VOCAB, tool)) for _ in range(num_turns)]
+            for t, (written, _) in enumerate(turns):
                 shown = turns[:t] if context == "full" else turns[max(0, t - 1) : t]
-                rows.append(row(question, *itertools.chain(*shown), output))
+                rows.append(row(question, *itertools.chain(*shown), written))
         return rows
 
     cases = {
-        "last_turn, question 150, 4 siblings of 6 turns": siblings(150, 6, "last_turn"),
-        "last_turn, question 600, 4 siblings of 6 turns": siblings(600, 6, "last_turn"),
-        "last_turn, question 1500, 4 siblings of 6 turns": siblings(1500, 6, "last_turn"),
-        "full, question 150, 4 siblings of 6 turns": siblings(150, 6, "full"),
+        "question 40, 16 siblings of 3 turns, 25 written and 30 found": siblings(
+            40, group=16, num_turns=3, output=25, tool=30
+        ),
+        "question 150, 4 siblings of 6 turns": siblings(150),
+        "question 600, 4 siblings of 6 turns": siblings(600),
+        "question 1500, 4 siblings of 6 turns": siblings(1500),
+        "question 150, 4 siblings of 6 turns, context: full": siblings(150, "full"),
     }
     entries = []
     for name, rows in cases.items():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import resource
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
@@ -45,6 +46,8 @@ from mempo_ray.training.rows import Limits, PolicyRow, Row, expand, policy_rows,
 from mempo_ray.training.settings import RankSettings
 from mempo_ray.training.sharding import Gang
 from mempo_ray.training.step import PolicyUpdate, make_optimizer, supervised_step
+
+SCORED = ("num_passes", "num_tokens", "num_plain_tokens", "num_trunks")
 
 Push = Callable[["PolicyRank", PushCommand], Mapping[str, str]]
 """Sends the rank's weights, as its `forward_dtype`, to the engines; returns those that failed. Collective."""
@@ -82,6 +85,7 @@ class PolicyRank:
         self.optimizer = make_optimizer(self.model, self.policy)
         shape = self.model.config
         self.limits = Limits(int(shape.vocab_size), int(getattr(shape, "max_position_embeddings", 2**31)))
+        self.scored: Counter[str] = Counter()  # SCORED, since the last update
         self.next_sequence = self.schedule_step = 0
         self.version = version
         self.push = push or _no_push
@@ -154,6 +158,13 @@ class PolicyRank:
         tensors = row_logprobs(model, plan, self.policy.autocast, self.gang)
         return [tensor.float().numpy() for tensor in tensors]
 
+    def _scored_since_the_last_update(self) -> dict[str, float]:
+        """What the forest did, over all ranks: tokens that were run, and would have been one row at a time. Trunks
+        beyond one a trajectory are histories that did not continue each other. Collective."""
+        totals = self.gang.sum(torch.tensor([self.scored[name] for name in SCORED], dtype=torch.int64)).tolist()
+        self.scored.clear()
+        return {f"scoring/{name}": float(total) for name, total in zip(SCORED, totals, strict=True)}
+
     # -- optimiser steps ------------------------------------------------------------------------------
 
     def train(self, command: TrainCommand, payloads: Sequence[TrajectoryBatch]) -> dict[str, float]:
@@ -169,7 +180,7 @@ class PolicyRank:
         metrics = update.run(mini_batches, command.num_trajectories, self.schedule_step)
         self.schedule_step += command.num_mini_batches * self.settings.algorithm.epochs
         self.version += metrics["policy/num_optimizer_steps"] > 0
-        return metrics | self._costs(started)
+        return metrics | self._scored_since_the_last_update() | self._costs(started)
 
     def supervise(self, command: SftCommand, payloads: Sequence[SftBatch]) -> dict[str, float]:
         started = time.monotonic()
