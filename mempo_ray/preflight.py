@@ -169,6 +169,9 @@ def check_tools(config: Config) -> None:
     tools = Toolbox(config.agent, Services(_no_search, code_service(config.reward.sandbox)))
     if "python" in tools.names:
         open_sandbox(config.reward.sandbox)
+    unknown = sorted(config.reward.tool_weights.keys() - set(tools.names))
+    if unknown and not tools.has_servers:
+        raise ConfigError(f"reward.tool_weights: no tool {unknown[0]!r} in this run; it has {', '.join(tools.names)}")
 
 
 async def _no_search(queries: Sequence[str], top_k: int) -> list[list[Passage]]:

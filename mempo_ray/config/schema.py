@@ -89,7 +89,7 @@ class AgentLimits(Section):
     episode_s: Positive = 600
     """Wall-clock budget of an episode (end reason `deadline`)."""
     search_retries: Annotated[int, Field(ge=0)] = 5
-    """Retries of a failed search, with exponential back-off and jitter; of other tools where `tools_file` gives none."""
+    """Retries of a failed search, with back-off and jitter; of other tools where `tools_file` gives none."""
     search_s: Positive = 30
     """Deadline of one search call; of other tools where `tools_file` gives none."""
 
@@ -113,7 +113,7 @@ class Agent(Section):
     tools_file: str = ""
     """YAML file with settings of tools, tools by import path and MCP servers (agent/tools/catalogue.py); '' = none."""
     tool_parser: str = "tags"
-    """Registered form of a call: 'tags' (a tag a tool, as in <search>…</search>) or 'hermes' (<tool_call> with JSON)."""
+    """Registered form of a call: 'tags' (a tag a tool: <search>…</search>) or 'hermes' (<tool_call> with JSON)."""
     top_k: Count = 3
     """Passages per search."""
     workers: Count = 1
@@ -273,6 +273,8 @@ class Reward(Section):
     """Most responses that `manager: batch` hands to its scorer at once."""
     timeout_s: Positive = 30
     """Deadline of one call of a scorer, from its start."""
+    tool_weights: dict[str, float] = {}
+    """Weight in the score of what a tool itself says of an episode, by tool; without one it is only reported."""
     sandbox: Sandbox = Sandbox()
     code_tests: Literal["share", "all"] = "share"
     """Score of a program: the share of tests that it passes, or 1 only where it passes all."""

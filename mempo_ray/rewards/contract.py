@@ -19,7 +19,7 @@ import itertools
 import math
 import numbers
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -48,6 +48,7 @@ class Response:
     extra_info: Mapping[str, Any] = field(default_factory=dict)  # the row's metadata, and RESPONSE_INFO
     num_tokens: int = 0  # that the policy sampled, over all turns
     tool_texts: tuple[str, ...] = ()  # by turn; only for a scorer registered with `transcript`
+    tool_rewards: Mapping[str, float] = field(default_factory=dict)  # by tool, of those that gave one
 
     @property
     def solution(self) -> str:
@@ -92,6 +93,7 @@ def response_of(trajectory: Trajectory, *, transcript: bool = False) -> Response
         extra_info={**task.metadata, **own},
         num_tokens=sum(int(turn.output_mask.sum()) for turn in trajectory.turns),
         tool_texts=tuple(turn.tool_text for turn in trajectory.turns) if transcript else (),
+        tool_rewards=trajectory.tool_rewards,
     )
 
 
@@ -137,11 +139,24 @@ def score_with(scorer: Scorer, response: Response, settings: Reward) -> Score:
         value = scorer(response, settings)
         if inspect.isawaitable(value):
             value = asyncio.run(_awaited(value))
-        return as_score(value, num_turns=len(response.turns))
+        return score_of(value, response, settings)
     except DataError as error:
         return Unscored(str(error), "data")
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a scorer may raise anything; here it becomes a counted value
         return Unscored(f"{type(error).__name__}: {error}", "scorer_error")
+
+
+def score_of(value: object, response: Response, settings: Reward) -> Score:
+    """What a scorer returned for a response, as a value, with what the tools say of the episode.
+
+    A tool's reward is reported as `tool_reward/<name>`, and adds to the score by its `reward.tool_weights`.
+    """
+    score = as_score(value, num_turns=len(response.turns))
+    if isinstance(score, Unscored) or not response.tool_rewards:
+        return score
+    added = {name: settings.tool_weights.get(name, 0.0) * reward for name, reward in response.tool_rewards.items()}
+    told = {f"tool_reward/{name}": reward for name, reward in response.tool_rewards.items()}
+    return as_score(replace(score, score=score.score + sum(added.values()), extra={**score.extra, **told}))
 
 
 async def _awaited(value: Awaitable[object]) -> object:

@@ -114,7 +114,12 @@ class Toolbox:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Of all tools; those of MCP servers are known once it is open."""
         return tuple(self._held)
+
+    @property
+    def has_servers(self) -> bool:
+        return bool(self._waiting or self._servers)
 
     @property
     def tags(self) -> tuple[str, ...]:

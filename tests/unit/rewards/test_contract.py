@@ -12,6 +12,7 @@ from mempo_ray.contracts import Batch, EndReason, Ragged, Scored, TrajectoryBatc
 from mempo_ray.errors import DataError
 from mempo_ray.rewards.contract import (
     RESPONSE_INFO,
+    Response,
     as_score,
     last_policy_token,
     place_scores,
@@ -180,3 +181,14 @@ def test_extra_info_has_every_key_for_every_trajectory():
         "f1": [None, None, 0.5],
         "why": [None, None, ["a", 2]],
     }
+
+
+def test_tool_rewards_are_reported_and_weigh_in_the_score_where_they_have_a_weight():
+    response = Response("own", (("x",),), turns=("a",), tool_rewards={"count": 0.5, "search": 2.0})
+    scored = score_with(lambda response, settings: 1.0, response, Reward(tool_weights={"count": 0.2}))
+    assert scored == Scored(1.1, {"tool_reward/count": 0.5, "tool_reward/search": 2.0})
+
+
+def test_a_tool_reward_that_is_no_number_is_no_score():
+    response = Response("own", (("x",),), turns=("a",), tool_rewards={"count": float("nan")})
+    assert isinstance(score_with(lambda *_: 1.0, response, Reward(tool_weights={"count": 0.2})), Unscored)
