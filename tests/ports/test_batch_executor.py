@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from mempo_ray.actors.batch_executor import BatchExecutor, GangRunner
 from mempo_ray.config.schema import BatchExecutor as Section
 from mempo_ray.contracts import (
+    CommandReply,
     EndReason,
     LogProbRequest,
+    LogProbResult,
     PayloadRef,
     Ragged,
     Segment,
@@ -40,6 +42,8 @@ from mempo_ray.errors import (
 from tests.fakes.fake_time import FakeTimeLoop, FakeTimePolicy
 from tests.fakes.gang import FakeGang
 from tests.fakes.handle import FakeHandle, is_dead, replace_ray
+from tests.fakes.solo_gang import SoloGang
+from tests.fakes.training import settings
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -178,6 +182,32 @@ async def test_a_runner_that_pads_gets_similar_lengths_and_the_padding_is_counte
         assert stats["executor/num_answered"] == 500
     assert 0 < shares[True] < 0.05
     assert shares[False] == 0
+
+
+async def test_dummy_passes_of_ranks_that_have_less_to_do_count_as_padding(monkeypatch):
+    replace_ray(monkeypatch)
+
+    class Rank:
+        def __init__(self, num_passes: int) -> None:
+            self.num_passes = num_passes
+
+        async def run(self, sequence, command, *payloads) -> CommandReply:
+            results = [LogProbResult(r.id, 0, (np.zeros(1),)) for r in command.requests]
+            return CommandReply(sequence, 0, results, num_tokens=30 * self.num_passes, num_passes=self.num_passes)
+
+    gang = GangRunner([FakeHandle(Rank(3)), FakeHandle(Rank(0))], command_timeout_s=5)
+    ran = await gang.run([request(0, 90)])
+    assert (ran.num_tokens, ran.num_padded_tokens) == (90 + 3 * 2, 3 * 2)
+
+
+async def test_what_siblings_share_is_computed_once_and_told(tiny_model, solo_gang):
+    from mempo_ray.training.rank import PolicyRank
+
+    e = executor(SoloGang(PolicyRank(settings(tiny_model), solo_gang)), micro_batch_tokens=200)
+    prompt = Segment(-1, tuple(range(90)), 90)
+    siblings = [LogProbRequest(str(i), (prompt, Segment(0, (i, 7, 8), 3, (1, 3))), affinity="q") for i in (1, 2)]
+    assert [r.id for r in await all_of(*map(e.logprobs, siblings))] == ["1", "2"]
+    assert (await e.stats())["executor/merged_share"] == pytest.approx(90 / 186, abs=0.02)
 
 
 # -- waiting and refusing -----------------------------------------------------------------------------
