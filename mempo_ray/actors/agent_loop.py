@@ -172,7 +172,6 @@ class AgentLoopWorker:
         self._free = asyncio.Semaphore(agent.episodes_per_worker)
         self._num_running = 0
         self._counts: Counter[str] = Counter()
-        self._num_search_failures = 0  # at the last reading
 
     def __repr__(self) -> str:
         return f"AgentLoopWorker({self._index})"
@@ -213,14 +212,13 @@ class AgentLoopWorker:
         counts = {name: float(self._counts[name]) for name in ("episodes", "episodes_resampled", "episodes_excluded")}
         counts |= {
             "turns_asked_again": float(self._engines.num_failures),
-            "searches_failed": float(self._search.num_failures - self._num_search_failures),
+            **self._search.take_counts(),
             "tool_tries_failed": float(self._tools.failures.total()),
             "episodes_in_flight": float(self._num_running),
         }
         self._counts.clear()
         self._engines.num_failures = 0
         self._tools.failures.clear()
-        self._num_search_failures = self._search.num_failures
         return counts
 
     async def close(self) -> None:

@@ -1,8 +1,8 @@
 """How one process searches: `retrieval.backend` says whom it asks, `retrieval.mode` what becomes of the answers.
 
-    mode     local                        http
-    live     RetrievalPool                HttpSearch
-    record   Recorder(RetrievalPool)      Recorder(HttpSearch)
+    mode     local                                  http
+    live     SharedSearch(RetrievalPool)            SharedSearch(HttpSearch)
+    record   Recorder(SharedSearch(RetrievalPool))  Recorder(SharedSearch(HttpSearch))
     replay   Replay, whatever the backend: neither index nor server is needed
 
 Each agent worker has a `SearchClient`, and so has the driver (cold start, probes).
@@ -18,6 +18,7 @@ from ray.actor import ActorHandle
 from mempo_ray.actors.retrieval_pool import RetrievalPool
 from mempo_ray.actors.search_http import HttpSearch
 from mempo_ray.actors.search_record import Recorder, Replay
+from mempo_ray.actors.search_shared import SharedSearch
 from mempo_ray.config.schema import Retrieval
 from mempo_ray.contracts import Passage
 from mempo_ray.ports import Search
@@ -48,10 +49,12 @@ class SearchClient:
     def __init__(self, settings: Retrieval, deadline_s: float, record: Path | None = None) -> None:
         self._pool = RetrievalPool(deadline_s)
         self._http = HttpSearch(settings.url, deadline_s) if settings.backend == "http" else None
-        self._search: Search = self._http or self._pool
+        self._shared = SharedSearch(self._http or self._pool)
+        self._search: Search = self._shared
         if settings.mode != "live":
             assert record is not None
-            self._search = Recorder(self._search, record) if settings.mode == "record" else Replay(record)
+            self._search = Recorder(self._shared, record) if settings.mode == "record" else Replay(record)
+        self._taken = self._totals()
 
     def announce(self, actors: Sequence[ActorHandle]) -> None:
         """The replicas that serve now; none where no index is needed."""
@@ -61,10 +64,19 @@ class SearchClient:
         """Raises as the back-end does; see its file."""
         return await self._search(queries, top_k)
 
-    @property
-    def num_failures(self) -> int:
-        """Of replicas or replies, since the start; each was asked again, or failed its caller."""
-        return (self._http or self._pool).num_failures
+    def take_counts(self) -> dict[str, float]:
+        """Since the last call: `searches` (queries), `searches_repeated` (of them, answered in this process) and
+        `searches_failed` (at a replica or server; each was asked again, or failed its caller)."""
+        now, before = self._totals(), self._taken
+        self._taken = now
+        return {name: float(now[name] - before[name]) for name in now}
+
+    def _totals(self) -> dict[str, int]:
+        return {
+            "searches": self._shared.num_queries,
+            "searches_repeated": self._shared.num_repeated,
+            "searches_failed": (self._http or self._pool).num_failures,
+        }
 
     async def check(self) -> None:
         """One search of the server, so that a wrong address ends the run before it begins. Raises as `HttpSearch`."""
