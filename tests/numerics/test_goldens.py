@@ -15,9 +15,11 @@ from mempo_ray.algo.estimators import ScoredTrajectory, gae
 from mempo_ray.algo.kl import kl_estimate
 from mempo_ray.algo.policy_loss import surrogate, token_weights
 from mempo_ray.algo.registry import ADV_ESTIMATORS
-from mempo_ray.config.schema import Algorithm
+from mempo_ray.config.schema import Algorithm, Reward
+from mempo_ray.rewards.contract import Response
+from mempo_ray.rewards.registry import SCORERS
 from mempo_ray.rewards.scorers.overlong import overlong_penalty
-from mempo_ray.rewards.scorers.text import last_answer, score_objectives, substring_match
+from mempo_ray.rewards.scorers.text import last_answer
 
 SHARED = Path(os.environ.get("MEMPO_SHARED", Path(__file__).parents[2] / "../shared"))
 PATH = Path(os.environ.get("MEMPO_GOLDENS", SHARED / "goldens/algorithms.json"))
@@ -114,9 +116,8 @@ def test_kl(case, estimator):
 
 @pytest.mark.parametrize("case", cases("em"))
 def test_exact_and_substring_match(case):
-    answer = last_answer(case["text"])
-    exact = score_objectives(answer, [case["targets"]], multi_objective="mean")
-    substring = score_objectives(answer, [case["targets"]], multi_objective="mean", match=substring_match)
+    response = Response("nq", (tuple(case["targets"]),), (case["text"],), answer=last_answer(case["text"]))
+    exact, substring = (SCORERS.get(name).load()(response, Reward()) for name in ("exact_match", "substring_match"))
     assert (exact.score, substring.score) == (case["score"], case["substring_score"])
 
 
