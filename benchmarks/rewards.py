@@ -18,7 +18,7 @@ trajectories of four turns from the object store.
     mempo_items_per_s     of the pool
     scorer_only_per_s     of a loop over the scorer alone, nothing read or decoded
 
-One trajectory a call (Ray): the driver's port `Rewards` over one RewardManagerWorker with exact match, as a run uses it.
+One trajectory a call (Ray): the driver's port `Rewards` over one RewardManagerWorker with exact match, as in a run.
 
     em_items_per_s   all at once
     em_hidden_share  trajectories end one by one over twice the time that this takes: the share of the scoring seconds

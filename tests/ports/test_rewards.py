@@ -10,7 +10,6 @@ import pytest
 from mempo_ray.actors.reward import RewardManagerWorker
 from mempo_ray.config.schema import Reward
 from mempo_ray.contracts import PayloadRef, Score, Scored, TrajectoryBatch, Unscored
-from mempo_ray.rewards.registry import register_scorer
 from tests.fakes import hostile_scorers
 from tests.fakes.rewards import FakeRewards
 from tests.fakes.trajectories import trajectory
