@@ -131,7 +131,7 @@ class Real:
 
     def trajectories(self) -> list[Trajectory]:
         config = Config.model_validate({"agent": {"system_prompt": "Search and take notes."}})
-        renderer = Renderer.from_folder(self.model, FileTokenizer(self.model), config.agent)
+        renderer = Renderer.from_folder(self.model, FileTokenizer.from_folder(self.model), config.agent)
         tasks = [task for task in read_tasks(str(self.questions)) if plan_of(task) is not None]
         tasks.sort(key=lambda task: (-len(plan_of(task).hops), task.task_id))
         found = asyncio.run(oracle_trajectories(tasks[: 8 * self.num], bm25(self.corpus)))[: self.num]
