@@ -189,11 +189,18 @@ def _check_custom_function(config: Config) -> None:
         raise ConfigError(f"{key}: {custom.path} cannot be read ({error}); give a Python file.") from None
     except SyntaxError as error:
         raise ConfigError(f"{key}: {custom.path}, line {error.lineno}: {error.msg}.") from None
-    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    if custom.name not in names:
-        raise ConfigError(
-            f"reward.custom_function.name: {custom.path} has no function {custom.name!r}; it has {', '.join(names)}."
-        )
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    if custom.name not in functions and custom.name not in _assigned_names(tree):
+        have = ", ".join(functions)
+        raise ConfigError(f"reward.custom_function.name: {custom.path} has no function {custom.name!r}; it has {have}.")
+
+
+def _assigned_names(tree: ast.Module) -> set[str]:
+    """Names that a module's statements bind other than by `def`: assignments and imports."""
+    nodes = list(ast.walk(tree))
+    stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    imports = [alias for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
+    return stored | {alias.asname or alias.name for alias in imports}
 
 
 # -- tokens -------------------------------------------------------------------------------------------------

@@ -56,6 +56,28 @@ def test_concatenated_rows_need_a_budget_for_a_whole_episode():
 
 
 @pytest.mark.parametrize(
+    "source",
+    [
+        "def compute_score(**row): ...",
+        "async def compute_score(**row): ...",
+        "from rewards import compute_score",
+        "from rewards import judge as compute_score",
+        "compute_score = print",
+        "if True:\n    def other(): ...\n    compute_score = other",
+    ],
+)
+def test_a_custom_function_may_be_defined_assigned_or_imported(tmp_path, source):
+    (tmp_path / "mine.py").write_text(source)
+    check_names(run(reward={"custom_function": {"path": str(tmp_path / "mine.py")}}))
+
+
+def test_a_custom_function_that_is_not_there_is_refused_with_those_that_are(tmp_path):
+    (tmp_path / "mine.py").write_text("def score_it(): ...\ndef helper():\n    def compute_score(): ...")
+    with pytest.raises(ConfigError, match=r"has no function 'compute_score'; it has score_it, helper\."):
+        check_names(run(reward={"custom_function": {"path": str(tmp_path / "mine.py")}}))
+
+
+@pytest.mark.parametrize(
     ("memory_reward", "fits"),
     [({}, False), ({"weight": 0}, True), ({"baseline": "none"}, True), ({"max_history_tokens": 500}, True)],
 )
