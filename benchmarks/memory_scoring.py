@@ -36,6 +36,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from scoring_model import VOCAB, rank_settings, write_model
 
 from mempo_ray.agent.memory import encode_probe
 from mempo_ray.agent.prompt import PastTurn, Renderer
@@ -60,11 +61,9 @@ from mempo_ray.data.tasks import read_tasks
 from mempo_ray.training.forest import ForestPlan, plan_forest
 from mempo_ray.training.rank import PolicyRank
 from mempo_ray.training.rows import Row, expand
-from mempo_ray.training.settings import RankSettings
 from mempo_ray.training.sharding import Gang
 from mempo_ray.training.step import supervised_step
 
-VOCAB = 4096
 QUESTION, MEMORY, OUTPUT, TOOL, ANSWER = 150, 100, 200, 150, 16
 
 
@@ -342,33 +341,13 @@ def update(rank: PolicyRank, repeat: int) -> list[dict[str, object]]:
 # -- the worker ---------------------------------------------------------------------------------------------
 
 
-def write_model(folder: Path) -> Path:
-    """The benchmark's model, in a folder as Hugging Face writes it."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=256,
-        intermediate_size=896,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32768,
-        tie_word_embeddings=False,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
 def open_rank(folder: Path) -> PolicyRank:
     """A gang of one, as the project makes it: gloo, FSDP2, one thread."""
     torch.set_num_threads(1)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    config = Config.model_validate({"policy": {"model": str(folder)}, "algorithm": {"kl_coef": 0.0}})
-    return PolicyRank(RankSettings.from_config(config), Gang.join(0, 1, ("127.0.0.1", port), "cpu", 60))
+    return PolicyRank(rank_settings(folder), Gang.join(0, 1, ("127.0.0.1", port), "cpu", 60))
 
 
 def main() -> None:
