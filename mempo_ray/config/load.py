@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from mempo_ray.config.reference import expected, fields
+from mempo_ray.config.reference import expected, fields, known_as
 from mempo_ray.config.schema import Config
 from mempo_ray.errors import ConfigError
 
@@ -87,7 +87,7 @@ def load_file(file: str | Path | None = None, overrides: Sequence[str] = ()) -> 
 
 def build(raw: Mapping) -> Config:
     """A plain nested mapping to a `Config`. Raises ConfigError."""
-    unknown = [_unknown_key(key) for key in _dotted(raw) if key not in fields()]
+    unknown = [_unknown_key(key) for key in _dotted(raw) if known_as(key) is None]
     if unknown:
         raise ConfigError("\n".join(unknown))
     try:
@@ -140,10 +140,10 @@ def _unknown_key(key: str) -> str:
 
 def _mistake(item: Mapping) -> str:
     key = ".".join(str(part) for part in item["loc"])
-    while key and key not in fields():  # the place inside a list
+    while key and known_as(key) is None:  # the place inside a list
         key = key.rpartition(".")[0]
     message = item["msg"].removeprefix("Value error, ")
     if not key:  # a rule over several keys names them itself
         return message
-    meaning = fields()[key].description if key in fields() else None
+    meaning = fields()[known_as(key) or key].description
     return f"{key}: got {item['input']!r}, expected {expected(key)}." + (f" Meaning: {meaning}" if meaning else "")

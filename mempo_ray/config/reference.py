@@ -14,23 +14,47 @@ from pydantic.fields import FieldInfo
 
 from mempo_ray.config.schema import Config, Section
 
-_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", Any: "anything"}
 _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
 @cache
 def fields() -> Mapping[str, FieldInfo]:
-    """Every dotted key, sections included, in the order of the schema."""
+    """Every dotted key, sections included, in the order of the schema. `<name>` stands for one that the user gives."""
     found: dict[str, FieldInfo] = {}
 
     def walk(section: type[Section], prefix: str) -> None:
         for name, field in section.model_fields.items():
             found[prefix + name] = field
             if inner := section_of(field):
-                walk(inner, f"{prefix}{name}.")
+                walk(inner, f"{prefix}{name}.<name>." if get_origin(field.annotation) is dict else f"{prefix}{name}.")
 
     walk(Config, "")
     return found
+
+
+def known_as(key: str) -> str | None:
+    """The key of `fields` that a user's key goes by, or None.
+
+    Example: `reward.styles.judge.weight` is `reward.styles.<name>.weight`; `reward.tool_weights.python` is
+    `reward.tool_weights`, whose names are the user's.
+    """
+    parts, known = key.split("."), ""
+    for part in parts:
+        options = [f"{known}.{part}".lstrip("."), f"{known}.<name>"]
+        found = next((option for option in options if option in fields() or _holds(option)), None)
+        if found is None:
+            return known if known in fields() and _has_free_names(fields()[known]) else None
+        known = found
+    return known if known in fields() else known.removesuffix(".<name>")
+
+
+def _holds(prefix: str) -> bool:
+    return any(known.startswith(f"{prefix}.") for known in fields())
+
+
+def _has_free_names(field: FieldInfo) -> bool:
+    return get_origin(field.annotation) is dict and section_of(field) is None
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
@@ -43,7 +67,7 @@ def section_of(field: FieldInfo) -> type[Section] | None:
 
 def expected(key: str) -> str:
     """What a key takes, in words: 'a whole number ≥ 1', 'one of: last_turn, full'."""
-    field = fields().get(key)
+    field = fields().get(known_as(key) or "")
     if field is None:
         return "another value"
     if inner := section_of(field):
@@ -57,6 +81,8 @@ def _type_words(annotation: Any) -> str:
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return "one of: " + ", ".join(str(a) for a in args)
+    if origin is dict:
+        return f"{_type_words(args[1])} by name"
     if origin is tuple:
         return "a list of texts" if str in args else "a list of two numbers"
     if origin in (Union, types.UnionType):
@@ -79,8 +105,9 @@ def markdown() -> str:
         inner = section_of(field)
         if inner is None:
             continue
-        own = {k: f for k, f in fields().items() if k.rpartition(".")[0] == key and section_of(f) is None}
-        lines += ["", f"## {key}", ""]
+        inside = f"{key}.<name>" if get_origin(field.annotation) is dict else key
+        own = {k: f for k, f in fields().items() if k.rpartition(".")[0] == inside and section_of(f) is None}
+        lines += ["", f"## {inside}", ""]
         if inner.__doc__ and inner.__doc__ != Section.__doc__:
             lines += [inner.__doc__.strip(), ""]
         lines += _table(own)
