@@ -39,6 +39,7 @@ class Executor:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.cancelled: list[str] = []
         self.may_answer = asyncio.Semaphore(0)
 
     async def publish(self, uri: str) -> WeightManifest:
@@ -50,7 +51,11 @@ class Executor:
 
     async def logprobs(self, request: LogProbRequest) -> str:
         self.asked.append(request.id)
-        await self.may_answer.acquire()
+        try:
+            await self.may_answer.acquire()
+        except asyncio.CancelledError:
+            self.cancelled.append(request.id)
+            raise
         return request.id
 
 
@@ -85,6 +90,18 @@ async def test_requests_wait_for_room_in_the_queue_instead_of_being_refused(tmp_
     for _ in range(2):
         executor.may_answer.release()
     assert await asyncio.gather(*calls) == ["0", "1", "2"]
+
+
+async def test_log_probs_that_nobody_waits_for_are_cancelled_and_their_room_is_free_again(tmp_path):
+    executor = Executor()
+    port = policy(executor, tmp_path, "batch_executor.max_queued_tokens=10")
+    unwanted, wanted = (asyncio.create_task(port(request)) for request in requests(2))
+    await settle()
+    unwanted.cancel()
+    await settle()
+    assert (executor.asked, executor.cancelled) == (["0", "1"], ["0"])
+    executor.may_answer.release()
+    assert await wanted == "1"
 
 
 async def test_a_set_is_admitted_whole_since_its_members_wait_for_each_other(tmp_path):
