@@ -3,11 +3,12 @@
     python benchmarks/streaming.py [--tasks 16] [--group 8] [--json FILE|-]          a minute and a half
 
 Both sides run `experience.collect` over the same trajectories with the same turn times, in one run: streaming asks for
-the memory reward when a trajectory ends, the barrier when the last one has. Generation is a fake engine: each turn takes
-a log-normal time (mean 0.5 s, σ 1), each trajectory 1 to 16 turns, asleep, so that no CPU is spent on it. Scoring is
-real: the batch executor and one FSDP2 rank as Ray actors, on one core, the quickstart's model (0.5 M parameters). A turn
-has 55 tokens (40 written, of which 25 are the memory, and 15 of search result), the question 60, the answer 8: scoring
-then takes about a quarter of the time that generation takes. No update: it would add the same to both.
+the memory reward when a trajectory ends, the barrier when the last one has. Generation is a fake engine: each turn
+takes a log-normal time (mean 0.5 s, σ 1), each trajectory 1 to 16 turns, asleep, so that no CPU is spent on it. Scoring
+is real: the batch executor and one FSDP2 rank as Ray actors, on one core, with the quickstart's model (0.5 M
+parameters). A turn has 55 tokens (40 written, of which 25 are the memory, and 15 of search result), the question 60,
+the answer 8: scoring then takes about a quarter of the time that generation takes. No update: it would add the same to
+both.
 
     exposed_s      seconds from the last trajectory's end to the last score
     busy_s         seconds in which the executor was scoring
