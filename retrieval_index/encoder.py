@@ -136,7 +136,9 @@ class HashEncoder:
 # --- transformers --------------------------------------------------------------------------------------------
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
-BATCH_SIZE = 64
+CPU_ROWS, GPU_ROWS = 16, 128
+"""Texts in one pass of the model. A pass is as wide as its longest text: on a CPU, 64 questions in sorted passes of 16
+take two thirds of the time of one pass; a GPU wants wide passes."""
 MAX_LENGTH = 512  # of a folder that allows more: passages are shorter, and attention is quadratic
 
 
@@ -246,8 +248,9 @@ class TransformerEncoder:
         # Equal lengths side by side: a batch is as wide as its longest text.
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
         vectors = np.zeros((len(texts), self.dim), np.float32)
-        for start in range(0, len(order), BATCH_SIZE):
-            rows = order[start : start + BATCH_SIZE]
+        num_rows = CPU_ROWS if self._device == "cpu" else GPU_ROWS
+        for start in range(0, len(order), num_rows):
+            rows = order[start : start + num_rows]
             vectors[rows] = self._pooled([texts[i] for i in rows])
         return normalise(vectors) if self.settings["normalised"] else vectors
 
