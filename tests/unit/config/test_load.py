@@ -164,5 +164,5 @@ def test_the_resolved_form_is_plain_yaml():
 def test_names_that_the_user_gives_are_no_unknown_keys():
     reward = {"custom_function": {"kwargs": {"unit": {"of": 2}}}, "tool_weights": {"python": 0.5}}
     assert build({"reward": reward}).reward.custom_function.kwargs == {"unit": {"of": 2}}
-    with pytest.raises(ConfigError, match="Did you mean reward.tool_weights"):
+    with pytest.raises(ConfigError, match=r"Did you mean reward\.tool_weights"):
         build({"reward": {"tool_weight": {"python": 0.5}}})
