@@ -40,3 +40,17 @@ class CountingTool(BaseTool):
         self.steps.append(f"release {instance['count']}")
         if self._release_fails:
             raise ToolFailed("gone")
+
+
+class PairTool(BaseTool):
+    """Takes two arguments."""
+
+    name = "pair"
+    parameters: ClassVar[Mapping[str, Any]] = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"type": "string"}},
+        "required": ["a", "b"],
+    }
+
+    async def execute(self, instance: Any, arguments: Mapping[str, Any]) -> ToolResult:
+        return ToolResult.of_text(f"{arguments['a']} {arguments['b']}")

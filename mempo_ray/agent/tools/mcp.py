@@ -17,7 +17,7 @@ from mempo_ray.agent.tools.base import BaseTool, ToolResult
 from mempo_ray.agent.tools.catalogue import McpServerEntry
 from mempo_ray.errors import ConfigError, ToolFailed
 
-CLOSE_S = 10.0  # then the connection's task is abandoned
+CLOSE_S = 10.0  # then the connection's task is cancelled
 
 
 class McpServer:
@@ -57,10 +57,16 @@ class McpServer:
 
     async def close(self) -> None:
         """Ends the connection, and with it a server that was started for it."""
-        task, self._task, self._client = self._task, None, None
+        task, client = self._task, self._client
+        self._task = self._client = None
         self._closing.set()
-        if task is not None:
-            await asyncio.wait([task], timeout=CLOSE_S)
+        if task is None:
+            return
+        if client is None:  # it is still connecting
+            task.cancel()
+        _, pending = await asyncio.wait([task], timeout=CLOSE_S)
+        for late in pending:
+            late.cancel()
 
     async def _listed(self) -> Sequence[Tool]:
         client = await self._connected()

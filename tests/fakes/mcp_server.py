@@ -1,0 +1,32 @@
+"""An MCP server over stdin and stdout, as a program: `python mcp_server.py`. Its tools add, fail, and die."""
+
+from __future__ import annotations
+
+import os
+
+from mcp.server import MCPServer
+from mcp.types import ToolAnnotations
+
+server = MCPServer("test")
+
+
+@server.tool(annotations=ToolAnnotations(idempotent_hint=True, read_only_hint=True))
+def add(a: int, b: int) -> str:
+    """The sum of two numbers."""
+    return str(a + b + int(os.environ.get("MEMPO_TEST_OFFSET", "0")))
+
+
+@server.tool()
+def refuse(why: str) -> str:
+    """Fails, and says so."""
+    raise ValueError(why)
+
+
+@server.tool()
+def die() -> str:
+    """Ends the server."""
+    os._exit(3)
+
+
+if __name__ == "__main__":
+    server.run("stdio")
