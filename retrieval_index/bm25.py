@@ -41,8 +41,8 @@ def write_bm25(texts: Iterable[str], folder: Path) -> None:
     stems = make_stems()
     vocabulary: dict[str, int] = {}
     ids = [[vocabulary.setdefault(stem, len(vocabulary)) for stem in stems(text)] for text in texts]
-    if not vocabulary:
-        vocabulary[""] = 0  # no text has a word: bm25s wants a column
+    if not vocabulary:  # no text has a word: bm25s wants a column, and an average length
+        vocabulary[""], ids[0] = 0, [0]
     model = bm25s.BM25(method=PARAMETERS["method"], k1=PARAMETERS["k1"], b=PARAMETERS["b"])
     model.index((ids, vocabulary), create_empty_token=False, show_progress=False)
     model.save(folder, show_progress=False)
@@ -54,7 +54,7 @@ class Bm25Index:
     def __init__(self, folder: Path) -> None:
         try:
             self._model = bm25s.BM25.load(folder, mmap=True)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, EOFError, ValueError, KeyError) as error:
             raise DamagedIndex(f"{folder} cannot be read: {error}", "index", BUILD_AGAIN) from error
         self._stems = make_stems()
 

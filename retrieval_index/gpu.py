@@ -98,15 +98,16 @@ def _copied(index: faiss.Index, plan: GpuPlan) -> faiss.Index:
 
 
 def index_bytes(index: faiss.Index) -> tuple[int, int]:
-    """(bytes as stored, bytes with float16 storage) of a flat or IVF index, ids included."""
+    """(bytes as stored, bytes with float16 storage) of a flat or IVF index, ids included.
+
+    Only flat vectors shrink: FAISS keeps inverted lists on a GPU as they are.
+    """
     inverted = faiss.try_extract_index_ivf(index)
     if inverted is None:
-        codes = index.ntotal * index.d * 4
-        return codes, codes // 2
-    beside = 8 * inverted.ntotal + 4 * inverted.nlist * inverted.d
-    codes = inverted.ntotal * inverted.code_size
-    halved = codes // 2 if isinstance(inverted, faiss.IndexIVFFlat) else codes
-    return codes + beside, halved + beside
+        num_bytes = index.ntotal * index.d * 4
+        return num_bytes, num_bytes // 2
+    num_bytes = inverted.ntotal * (inverted.code_size + 8) + inverted.nlist * inverted.d * 4
+    return num_bytes, num_bytes
 
 
 def free_bytes(num_gpus: int) -> list[int]:

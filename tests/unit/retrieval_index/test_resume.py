@@ -1,0 +1,159 @@
+"""A build that is killed, or that meets another one."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from retrieval_index.build import build_index
+from retrieval_index.corpus import Document
+from retrieval_index.encoder import HashEncoder
+from retrieval_index.errors import BuildError, BuildRunning, CorpusError
+from retrieval_index.manifest import Manifest, load, verify
+from retrieval_index.partial_folder import partial_folder
+from retrieval_index.plan import Tuning
+from retrieval_index.vector_file import ROWS_PER_SLICE
+
+from .conftest import facts
+
+NUM_SLICES = 3
+CORPUS = [Document(f"d{i}", "", f"mentor n{i} n{i * 7 % 2500} .") for i in range(NUM_SLICES * ROWS_PER_SLICE - 100)]
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+class MortalEncoder(HashEncoder):
+    """Encodes this many slices, then dies; remembers how many passages it has encoded."""
+
+    def __init__(self, lifetime: int) -> None:
+        super().__init__(64)
+        self._lifetime, self.encoded = lifetime, 0
+
+    def encode_passages(self, texts: Sequence[str]) -> np.ndarray:
+        if self._lifetime == 0:
+            raise Killed
+        self._lifetime -= 1
+        self.encoded += len(texts)
+        return super().encode_passages(texts)
+
+
+def die_after(slices: int, out: Path, corpus: Sequence[Document] = CORPUS, kind: str = "flat") -> None:
+    with pytest.raises(Killed):
+        build_index(corpus, MortalEncoder(slices), kind, out)
+
+
+@pytest.mark.parametrize("kind", ["flat", "ivf", "hybrid"])
+def test_a_killed_build_goes_on_and_gives_the_same_files(tmp_path: Path, kind: str) -> None:
+    whole = build_index(CORPUS, HashEncoder(64), kind, tmp_path / "whole")
+    die_after(2, tmp_path / "index", kind=kind)
+    encoder = MortalEncoder(NUM_SLICES)
+    assert build_index(CORPUS, encoder, kind, tmp_path / "index") == whole
+    assert encoder.encoded == len(CORPUS) - 2 * ROWS_PER_SLICE, "two slices were there already"
+    assert verify(tmp_path / "index").files == whole.files
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index", "whole"]
+
+
+def test_passages_read_from_a_file_are_not_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.tsv"
+    path.write_text("id\ttext\ttitle\n" + "".join(f"{d.id}\t{d.text}\t\n" for d in CORPUS))
+    with pytest.raises(Killed):
+        build_index(path, MortalEncoder(1), "flat", tmp_path / "index")
+    passages = tmp_path / ".index.partial" / "passages.arrow"
+    written = passages.stat().st_mtime_ns
+    encoder = MortalEncoder(NUM_SLICES)
+    build_index(path, encoder, "flat", tmp_path / "index")
+    assert (tmp_path / "index" / "passages.arrow").stat().st_mtime_ns == written
+    assert encoder.encoded == len(CORPUS) - ROWS_PER_SLICE
+
+
+def test_a_corpus_that_changed_in_between_is_encoded_anew(tmp_path: Path) -> None:
+    die_after(2, tmp_path / "index")
+    changed = [Document("d0", "", "boss n0 n1 ."), *CORPUS[1:]]
+    encoder = MortalEncoder(NUM_SLICES)
+    manifest = build_index(changed, encoder, "flat", tmp_path / "index")
+    assert encoder.encoded == len(CORPUS)
+    assert manifest.files == build_index(changed, HashEncoder(64), "flat", tmp_path / "whole").files
+
+
+def test_another_kind_takes_the_vectors_and_nothing_else_of_a_killed_build(tmp_path: Path) -> None:
+    die_after(2, tmp_path / "index")
+    folder = tmp_path / ".index.partial"
+    (folder / "bm25").mkdir()
+    (folder / "bm25" / "left.npy").write_bytes(b"x")
+    (folder / "vectors.faiss").write_bytes(b"half an index")
+    encoder = MortalEncoder(NUM_SLICES)
+    manifest = build_index(CORPUS, encoder, "flat", tmp_path / "index")
+    assert encoder.encoded == len(CORPUS) - 2 * ROWS_PER_SLICE
+    assert set(manifest.files) == {"passages.arrow", "vectors.faiss"}
+
+
+def test_hnsw_is_the_same_each_time_when_it_is_asked_for(tmp_path: Path) -> None:
+    vectors = np.random.default_rng(0).standard_normal((3000, 16), dtype=np.float32)
+    np.save(tmp_path / "v.npy", vectors)
+    corpus = [Document(str(i), "", "x") for i in range(3000)]
+
+    def built(name: str) -> Manifest:
+        return build_index(
+            corpus, HashEncoder(16), "hnsw", tmp_path / name, embeddings=tmp_path / "v.npy", deterministic=True
+        )
+
+    assert built("a").files == built("b").files
+
+
+def test_bad_input_leaves_nothing_behind_and_a_lost_build_stays(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError):
+        build_index([*facts(), facts()[0]], HashEncoder(64), "flat", tmp_path / "index")
+    with pytest.raises(BuildError, match="use at most 24"):
+        build_index(facts(), HashEncoder(64), "ivf", tmp_path / "index", tuning=Tuning(nlist=25))
+    assert list(tmp_path.iterdir()) == []
+    die_after(1, tmp_path / "index")
+    assert [path.name for path in tmp_path.iterdir()] == [".index.partial"]
+
+
+def test_the_second_of_two_builds_of_one_folder_is_refused_and_harms_nothing(tmp_path: Path) -> None:
+    with partial_folder(tmp_path / "index") as first:
+        (first / "work").write_text("of the first")
+        with pytest.raises(BuildRunning, match=r"another process is building .*index \(wait for it"):
+            build_index(facts(), HashEncoder(), "flat", tmp_path / "index")
+        assert (first / "work").is_file()
+        build_index(facts(), HashEncoder(), "flat", tmp_path / "another")
+    build_index(facts(), HashEncoder(), "flat", tmp_path / "index")
+    assert load(tmp_path / "index").count == len(facts())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["flat", "ivf", "ivfpq"])
+def test_a_process_killed_at_random_times_ends_with_the_same_checksums(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "corpus.tsv"
+    count = 20_000
+    path.write_text("id\ttext\n" + "".join(f"d{i}\tmentor n{i} n{i * 7 % count} .\n" for i in range(count)))
+
+    def start(out: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "retrieval_index", "build", "--corpus", path, "--out", tmp_path / out]
+        options = ["--encoder", "hash", "--dim", "64", "--kind", kind, "--nlist", "64", "--pq-bytes", "4"]
+        return subprocess.Popen([*map(str, command), *options], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+    started_s = time.monotonic()
+    assert start("whole").wait(120) == 0
+    whole_s = time.monotonic() - started_s
+    rng, kills = np.random.default_rng(5), 0
+    for _ in range(6):
+        process = start("index")
+        try:
+            assert process.wait(float(rng.uniform(0.3, 0.9)) * whole_s) == 0
+            break
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(10)
+            kills += 1
+    else:
+        assert start("index").wait(120) == 0
+    assert kills > 0
+    assert load(tmp_path / "index") == load(tmp_path / "whole")
+    verify(tmp_path / "index")
