@@ -3,10 +3,10 @@
     python benchmarks/scorer_engine.py [--turns 4,12] [--json FILE|-]          two minutes
 
 The same requests, memory rewards of 8 trajectories of T turns, go to both: to the batch executor and one FSDP2 rank
-(trunk and probe), and to one vLLM engine (forced decoding over its prefix cache), each on one core, in float32, with the
-model of scoring_model.py. A turn has 350 tokens (200 written, of which 100 are the memory, and 150 of search result),
-the question 150, the answer 16. Each is asked when idle, and while it has work of its own: the ranks one update after
-the other, the engine 32 turns at a time. Requests come all at once; every one is new to the engine's prefix cache.
+(trunk and probe), and to one vLLM engine (forced decoding over its prefix cache), each on one core, in float32, with
+the model of scoring_model.py. A turn has 350 tokens (200 written, of which 100 are the memory, and 150 of search
+result), the question 150, the answer 16. Each is asked when idle, and while it has work of its own: the ranks one
+update after the other, the engine 32 turns at a time. Requests come all at once; each is new to the engine's cache.
 
     seconds          from the first request to the last answer
     idle_ratio       seconds, policy / engine, both idle: above 1 the engine is the faster one
