@@ -221,6 +221,14 @@ def test_mathematics_rejects(source, text, gold):
     assert score(source, text, gold) == 0
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "text", ["(" * 3000, "{" * 300, r"\frac" * 60, "(" * 100 + "1" + ")" * 100, "2" * 5000, "^" * 99]
+)
+def test_what_is_no_answer_is_a_zero_at_once_and_not_a_timeout(text):
+    assert score("aime24", f"<answer>{text}</answer>", "2") == 0
+
+
 # -- Geometry3K -------------------------------------------------------------------------------------------------
 
 
