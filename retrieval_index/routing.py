@@ -109,8 +109,9 @@ class Router:
     def _choose(self, untried: set[str], query: str) -> str | None:
         """One that is not suspect, or else any: a suspect may have recovered, and there is nobody else."""
         now_s = self._clock()
-        trusted = [name for name in untried if self._suspect_until.get(name, 0.0) <= now_s]
-        return choose_replica({name: self._in_flight[name] for name in trusted or untried}, query)
+        left = untried.intersection(self._replicas)  # others may have been announced meanwhile
+        trusted = {name for name in left if self._suspect_until.get(name, 0.0) <= now_s}
+        return choose_replica({name: self._in_flight[name] for name in trusted or left}, query)
 
     def _suspect(self, name: str) -> None:
         self.num_failures += 1

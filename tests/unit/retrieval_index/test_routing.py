@@ -142,3 +142,16 @@ async def test_a_replica_that_joins_is_asked_and_one_that_left_is_not():
     assert await replicas.ask() == "b"
     replicas.router.announce("")
     assert await replicas.ask() is None
+
+
+async def test_a_replica_that_leaves_while_a_call_is_tried_is_not_asked():
+    home = choose_replica(idle("ab"), "q")
+    replicas = Replicas(a=Away(), b=Away())
+
+    async def send(name: str) -> str:
+        replicas.router.announce([home])
+        return await replicas.send(name)
+
+    with pytest.raises(Away):
+        await replicas.router.ask("q", 1, send)
+    assert replicas.asked == [home]
