@@ -244,7 +244,7 @@ class Session:
     async def step_metrics(self, assembled: Assembled, collected: Collected) -> dict[str, float]:
         """Numbers of the step that no stage reported by itself."""
         tokens = assembled.metrics.get("rollout/output_tokens", 0.0)
-        scored = await self.policy.stats()
+        scored = dict(await self.policy.stats())
         busy_s = scored["executor/score_s"]
         if (scorer := self.fleet.engine_scorer) is not None:
             scored |= scorer.stats()
