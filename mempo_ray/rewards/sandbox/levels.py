@@ -59,7 +59,10 @@ def _begin(marker, code, run_s, memory, processes, files):
     with open(code, encoding="utf-8") as file:
         source = file.read()
     for name, limit in dict(CORE=0, CPU=run_s, FSIZE=files, NOFILE=64, AS=memory, NPROC=processes).items():
-        resource.setrlimit(getattr(resource, "RLIMIT_" + name), (limit, limit))
+        kind = getattr(resource, "RLIMIT_" + name)
+        given = resource.getrlimit(kind)[1]
+        limit = limit if given == resource.RLIM_INFINITY else min(limit, given)
+        resource.setrlimit(kind, (limit, limit))
     sys.argv = ["main.py"]
     os.write(marker, b"started")
     os.close(marker)
