@@ -46,7 +46,7 @@ class BlockwiseTree:
 def _attend(block: Block, attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     own = (block.start, block.stop)
     key, value = _take(key, (*block.prefix, own)), _take(value, (*block.prefix, own))
-    if block.recomputes:
+    if block.is_square:
         square = attend(_take(query, (*block.prefix, own)), key, value, is_causal=True)
         return square[:, :, block.num_prefix :]
     query = _take(query, (own,))

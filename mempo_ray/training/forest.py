@@ -44,14 +44,14 @@ Range = tuple[int, int]
 class Block:
     """Tokens [start, stop) of a pass attend to all of `prefix` and, causally, to themselves.
 
-    `recomputes`: do it as one causal square over prefix and block, and drop the prefix's rows of the result. Cheaper
+    `is_square`: do it as one causal square over prefix and block, and drop the prefix's rows of the result. Cheaper
     than a mask, which cannot skip what it hides, where the block is longer than its prefix.
     """
 
     start: int
     stop: int
     prefix: tuple[Range, ...]
-    recomputes: bool
+    is_square: bool
 
     @property
     def num_prefix(self) -> int:
@@ -260,11 +260,11 @@ class _Chain:
         return depths + shifts[np.searchsorted(tops, depths, "right") - 1]
 
     def blocks(self) -> list[Block]:
-        whole = Block(self.start, self.stop, self.prefix, recomputes=True)
+        whole = Block(self.start, self.stop, self.prefix, is_square=True)
         if whole.num_prefix < self.stop - self.start:
             return [whole]
         pieces = []
         for start in range(self.start, self.stop, PIECE_TOKENS):
             before = ((self.start, start),) if start > self.start else ()
-            pieces.append(Block(start, min(start + PIECE_TOKENS, self.stop), (*self.prefix, *before), recomputes=False))
+            pieces.append(Block(start, min(start + PIECE_TOKENS, self.stop), (*self.prefix, *before), is_square=False))
         return pieces

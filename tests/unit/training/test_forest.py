@@ -74,7 +74,7 @@ def test_the_blocks_of_a_pass_see_what_the_rule_says(rows, budget, share, piece)
             assert block.num_prefix == len(before)
             for token in range(block.start, block.stop):
                 np.testing.assert_array_equal([*before, *range(block.start, token + 1)], seen_by(one, token))
-            assert block.recomputes or block.stop - block.start <= piece
+            assert block.is_square or block.stop - block.start <= piece
 
 
 @given(random_rows())
