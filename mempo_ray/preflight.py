@@ -40,7 +40,7 @@ from mempo_ray.observability.mirror import Mirror, find_checkpoint
 from mempo_ray.placement.machine import this_machine
 from mempo_ray.placement.plan import ClusterShape, Plan, make_plan, read_cluster_shape
 from mempo_ray.rewards.registry import MANAGERS, SCORERS
-from mempo_ray.rewards.rows import row_check
+from mempo_ray.rewards.rows import has_programs, row_check
 from mempo_ray.rewards.sandbox import code_service, open_sandbox
 from retrieval_index.corpus import read_corpus
 from retrieval_index.encoder import Encoder, make_encoder
@@ -163,15 +163,21 @@ def check_names(config: Config) -> None:
 
 
 def check_tools(config: Config) -> None:
-    """The tools can be made, by name and by file; a `python` tool has a sandbox on this machine. No server is asked."""
+    """The tools can be made, by name and by file; a `python` tool has a sandbox. No server is asked."""
     for tool in config.agent.tools:
         TOOLS.check(tool)
     tools = Toolbox(config.agent, Services(_no_search, code_service(config.reward.sandbox)))
     if "python" in tools.names:
-        open_sandbox(config.reward.sandbox)
+        check_sandbox(config)
     unknown = sorted(config.reward.tool_weights.keys() - set(tools.names))
     if unknown and not tools.has_servers:
         raise ConfigError(f"reward.tool_weights: no tool {unknown[0]!r} in this run; it has {', '.join(tools.names)}")
+
+
+def check_sandbox(config: Config) -> None:
+    """Code can be shut in on this machine; another cluster's machines are asked by the code itself."""
+    if not config.placement.address:
+        open_sandbox(config.reward.sandbox)
 
 
 async def _no_search(queries: Sequence[str], top_k: int) -> list[list[Passage]]:
@@ -285,9 +291,12 @@ def check_prompts(config: Config, renderer: Renderer, model: Path, tasks: Sequen
 def _tasks(config: Config, which: str) -> list[Task]:
     source = getattr(config.data, which)
     try:
-        return read_tasks(source, config.data.question_key, config.data.answer_key, row_check(config.reward))
+        tasks = read_tasks(source, config.data.question_key, config.data.answer_key, row_check(config.reward))
     except DataError as error:
         raise DataError(f"data.{which}: {error}") from None
+    if any(has_programs(source, config.reward) for source in {task.data_source for task in tasks}):
+        check_sandbox(config)
+    return tasks
 
 
 def check_probes(config: Config, held_out: Sequence[Task]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from mempo_ray.config.schema import Reward
 from mempo_ray.contracts import Task
+from mempo_ray.rewards.golds import program_golds
 from mempo_ray.rewards.registry import scorer_for
 
 
@@ -26,3 +27,8 @@ def row_check(settings: Reward) -> Callable[[Task], Task]:
         return replace(task, golds=scorer_for(task.data_source, settings).golds(task.golds))
 
     return check
+
+
+def has_programs(data_source: str, settings: Reward) -> bool:
+    """Are this source's answers programs, which a scorer runs in the sandbox?"""
+    return not settings.custom_function.path and scorer_for(data_source, settings).golds is program_golds

@@ -22,6 +22,7 @@ ALLOWED = {
               "mempo_ray/tiny_policy.py", "mempo_ray/fetch.py", "retrieval_index/encoder.py"],
     "transformers": ["mempo_ray/training/model.py", "mempo_ray/training/export.py", "mempo_ray/tiny_policy.py",
                      "mempo_ray/fetch.py", "retrieval_index/encoder.py"],
+    "mcp": ["mempo_ray/agent/tools/mcp.py"],
     "accelerate": ["mempo_ray/training/model.py", "mempo_ray/observability/metrics.py"],
 }  # fmt: skip
 """Library → the files that may import it. A new entry is a decision, to be made in docs/architecture.md first."""

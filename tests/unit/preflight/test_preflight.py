@@ -18,6 +18,8 @@ from mempo_ray.preflight import (
     context_tokens,
     preflight,
 )
+from mempo_ray.rewards.sandbox import local
+from mempo_ray.rewards.sandbox.levels import Level
 
 LIMITS = {"turn_tokens": 100, "tool_tokens": 50, "episode_tokens": 1000}
 
@@ -170,3 +172,39 @@ def test_a_dry_run_tells_what_is_missing_in_place_of_failing(tmp_path):
 
 def test_the_defaults_fit_each_other():
     check_token_limits(build({}), initial_tokens=1000)
+
+
+WEAK = (Level.RLIMITS, {Level.NAMESPACES_UID: "not installed: bwrap"})
+
+
+def test_a_python_tool_on_a_machine_without_a_sandbox_is_refused_and_an_allowed_or_remote_one_is_not(monkeypatch):
+    monkeypatch.setattr(local, "detect_level", lambda: WEAK)
+    tools = {"tools": ["search", "python"]}
+    with pytest.raises(ConfigError, match=r"reward\.sandbox\.allow_weak.*not installed: bwrap"):
+        check_names(run(agent=tools))
+    check_names(run(agent=tools, reward={"sandbox": {"allow_weak": True}}))
+    check_names(run(agent=tools, reward={"sandbox": {"url": "http://sandbox/run_code"}}))
+    check_names(run(agent=tools, placement={"address": "ray://elsewhere"}))
+    check_names(run())
+
+
+def test_rows_of_programs_need_a_sandbox_too(monkeypatch, tmp_path):
+    monkeypatch.setattr(local, "detect_level", lambda: WEAK)
+    tests = json.dumps({"inputs": ["1"], "outputs": ["1"]})
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"question": "Echo.", "golden_answers": tests, "data_source": "taco"}) + "\n")
+    config = run(data={"train": str(rows), "eval": str(rows)})
+    with pytest.raises(ConfigError, match=r"reward\.sandbox\.allow_weak"):
+        preflight(config)
+
+
+def test_a_tool_reward_needs_a_tool():
+    with pytest.raises(ConfigError, match=r"tool_weights: no tool 'serach' in this run; it has search"):
+        check_names(run(reward={"tool_weights": {"serach": 0.1}}))
+
+
+def test_a_tools_file_is_read_before_anything_starts(tmp_path):
+    file = tmp_path / "tools.yaml"
+    file.write_text("mcp_servers: [{name: a}]")
+    with pytest.raises(ConfigError, match="either command or url"):
+        check_names(run(agent={"tools_file": str(file)}))
