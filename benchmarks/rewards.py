@@ -43,7 +43,6 @@ from mempo_ray.actors.reward import RewardManagerActor, RewardManagerWorker
 from mempo_ray.config.schema import Reward
 from mempo_ray.contracts import PayloadRef, Scored, Task, TrajectoryBatch
 from mempo_ray.rewards.contract import Response, all_to_score
-from mempo_ray.rewards.isolation import KillablePool
 from mempo_ray.rewards.scorers.mempo import score_mempo
 from tests.fakes import hostile_scorers
 from tests.fakes.trajectories import trajectory, turn
@@ -78,8 +77,7 @@ async def score_among(num_items: int, kinds: Sequence[str]) -> HostileRun:
     started = time.perf_counter()
     scores = await worker.score_batch(payload)
     seconds = time.perf_counter() - started
-    pids = [pid for route in worker._routes.values() if isinstance(route.executor, KillablePool)
-            for pid in route.executor.pids]  # fmt: skip
+    pids = await worker.pids()
     await worker.close()
     pairs = list(zip(answers, scores, strict=True))
     return HostileRun(

@@ -139,19 +139,18 @@ def score_with(scorer: Scorer, response: Response, settings: Reward) -> Score:
         value = scorer(response, settings)
         if inspect.isawaitable(value):
             value = asyncio.run(_awaited(value))
-        return score_of(value, response, settings)
+        return as_score(value, num_turns=len(response.turns))
     except DataError as error:
         return Unscored(str(error), "data")
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a scorer may raise anything; here it becomes a counted value
         return Unscored(f"{type(error).__name__}: {error}", "scorer_error")
 
 
-def score_of(value: object, response: Response, settings: Reward) -> Score:
-    """What a scorer returned for a response, as a value, with what the tools say of the episode.
+def with_tool_rewards(score: Score, response: Response, settings: Reward) -> Score:
+    """A manager's score with what the tools say of the episode: the worker's last step, whatever the manager.
 
     A tool's reward is reported as `tool_reward/<name>`, and adds to the score by its `reward.tool_weights`.
     """
-    score = as_score(value, num_turns=len(response.turns))
     if isinstance(score, Unscored) or not response.tool_rewards:
         return score
     added = {name: settings.tool_weights.get(name, 0.0) * reward for name, reward in response.tool_rewards.items()}

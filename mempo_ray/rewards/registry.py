@@ -112,6 +112,7 @@ MANAGERS.register_path("batch", "mempo_ray.rewards.managers.batch:BatchManager")
 MANAGERS.register_path("dapo", "mempo_ray.rewards.managers.dapo:DapoManager")
 MANAGERS.register_path("prime", "mempo_ray.rewards.managers.isolated:PrimeManager")
 MANAGERS.register_path("remote", "mempo_ray.rewards.managers.isolated:RemoteManager")
+MANAGERS.register_path("hybrid", "mempo_ray.rewards.managers.hybrid:HybridManager")
 
 
 def load_manager(settings: Reward) -> Manager:

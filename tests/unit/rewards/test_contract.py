@@ -22,6 +22,7 @@ from mempo_ray.rewards.contract import (
     to_score,
     token_level_rewards,
     with_rewards,
+    with_tool_rewards,
 )
 from tests.fakes.trajectories import TASK, trajectory, turn
 
@@ -185,10 +186,10 @@ def test_extra_info_has_every_key_for_every_trajectory():
 
 def test_tool_rewards_are_reported_and_weigh_in_the_score_where_they_have_a_weight():
     response = Response("own", (("x",),), turns=("a",), tool_rewards={"count": 0.5, "search": 2.0})
-    scored = score_with(lambda response, settings: 1.0, response, Reward(tool_weights={"count": 0.2}))
+    scored = with_tool_rewards(Scored(1.0), response, Reward(tool_weights={"count": 0.2}))
     assert scored == Scored(1.1, {"tool_reward/count": 0.5, "tool_reward/search": 2.0})
 
 
 def test_a_tool_reward_that_is_no_number_is_no_score():
     response = Response("own", (("x",),), turns=("a",), tool_rewards={"count": float("nan")})
-    assert isinstance(score_with(lambda *_: 1.0, response, Reward(tool_weights={"count": 0.2})), Unscored)
+    assert isinstance(with_tool_rewards(Scored(1.0), response, Reward(tool_weights={"count": 0.2})), Unscored)

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from mempo_ray.actors import reward
+from mempo_ray.actors.manager_host import NUM_THREADS
 from mempo_ray.actors.reward import RewardManagerWorker
 from mempo_ray.config.schema import CustomFunction, Reward
 from mempo_ray.contracts import EndReason, Scored, Task, TrajectoryBatch, Unscored
 from mempo_ray.errors import ConfigError
-from mempo_ray.rewards.isolation import KillablePool
 from mempo_ray.rewards.registry import register_scorer
 from tests.fakes import batch_function, hostile_scorers
 from tests.fakes.trajectories import trajectory
@@ -37,11 +36,6 @@ def payload(*answers: str) -> TrajectoryBatch:
     return TrajectoryBatch.from_trajectories([trajectory(answer) for answer in answers])
 
 
-def processes_of(worker: RewardManagerWorker) -> list[int]:
-    (pool,) = [route.executor for route in worker._routes.values() if isinstance(route.executor, KillablePool)]
-    return pool.pids
-
-
 def lives(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -59,10 +53,10 @@ def _release_threads():
 
 async def test_a_hanging_scorer_times_out_unscored_and_blocks_nobody():
     worker = RewardManagerWorker(Reward(scorer="test-org/hangs", timeout_s=0.05))
-    answers = ["hang", "fine"] * (2 * reward.NUM_THREADS)  # twice as many as there are places
+    answers = ["hang", "fine"] * (2 * NUM_THREADS)  # twice as many as there are places
     scores = await asyncio.gather(*(worker.score(payload(answer)) for answer in answers))
     assert all(isinstance(s, Unscored) and s.kind == "timeout" for s in scores[::2])
-    assert scores[1::2] == [Scored(1.0)] * (2 * reward.NUM_THREADS)
+    assert scores[1::2] == [Scored(1.0)] * (2 * NUM_THREADS)
     await worker.close()
 
 
@@ -79,7 +73,7 @@ async def test_among_hostile_scorers_every_healthy_score_is_right_and_no_process
     assert {kind: s.kind for kind, s in unscored.items() if isinstance(s, Unscored)} == {
         kind: expected for kind, (_, expected) in hostile_scorers.KINDS.items()
     }
-    pids = processes_of(worker)
+    pids = await worker.pids()
     assert all(map(lives, pids))
     await worker.close()
     assert not any(map(lives, pids))

@@ -1,0 +1,1 @@
+"""Sources of scores beside rules: a judge behind HTTP, a reward model."""
