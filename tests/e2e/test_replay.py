@@ -37,7 +37,7 @@ def turns(folder: Path) -> dict[tuple, tuple]:
 
 def test_the_record_is_one_file_that_holds_every_query_of_the_run(recorded):
     table = pa.ipc.open_file(str(recorded / "searches.arrow")).read_all()
-    queries = {query for *_, query in turns(recorded).values() if query}
+    queries = {query for _, ids, _, query in turns(recorded).values() if len(ids)}  # a last turn's is not searched
     assert queries
     assert queries <= set(table["query"].to_pylist())
     assert len(set(table["index_id"].to_pylist())) == 1
