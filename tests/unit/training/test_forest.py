@@ -122,6 +122,24 @@ def test_the_worked_case_of_the_module() -> None:
     assert one.slots_K.tolist() == [0, 1, 1]
 
 
+def test_the_worked_case_of_the_scoring_page() -> None:
+    """docs/scoring.md: two turns with a memory each, P_full and P_mem of both, as ids."""
+    question, output, found, probe = [1, 2, 3], [4, 5, 6, 7], [8, 9], [10, 11, 12, 13]
+    contexts = [question, question + output + found, [*question, 4, 5], [*question, 4, 6]]
+    plan = plan_forest([row(c + probe, len(c) + 1, len(c) + 2) for c in contexts], 100)
+    (one,) = plan.passes
+    assert (plan.num_plain_tokens, plan.num_tokens) == (30, 18)
+    assert one.ids_T.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 10, 11, 6, 10, 11, 10, 11]
+    assert one.depths_T.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 5, 6, 4, 5, 6, 3, 4]
+    assert one.ends_T.tolist() == [18, 18, 18, 16, 13, 11, 11, 11, 11, 11, 11, 13, 13, 16, 16, 16, 18, 18]
+    assert [(b.start, b.stop, b.prefix) for b in one.blocks] == [
+        (0, 11, ()),
+        (11, 13, ((0, 5),)),
+        (13, 16, ((0, 4),)),
+        (16, 18, ((0, 3),)),
+    ]
+
+
 def test_a_history_with_a_probe_behind_each_turn_is_one_causal_trunk_and_its_branches() -> None:
     history = list(range(100, 130))
     rows = [row([*history[:stop], 1, 2, 3]) for stop in (10, 20, 30)]
@@ -179,4 +197,4 @@ def test_the_plan_costs_python_work_by_row_and_not_by_token() -> None:
             sys.setprofile(None)
         return sum(event in ("call", "c_call") for event in events)
 
-    assert num_calls(5000) == num_calls(50) < 16 * 150
+    assert num_calls(5000) < 1.1 * num_calls(50) < 16 * 150  # a collection of garbage may add a few
