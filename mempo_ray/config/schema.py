@@ -379,6 +379,8 @@ class Reward(Section):
     def _parts(self) -> Reward:
         if (self.manager == "hybrid") != bool(self.styles):
             raise ValueError("reward.styles are the parts of reward.manager=hybrid: give both, or neither")
+        if "part" in self.styles:
+            raise ValueError("reward.styles: 'part' is what the parts are reported under; name this one otherwise")
         return self
 
 
