@@ -69,7 +69,7 @@ def requests_of(turns: int, seed: int) -> list[LogProbRequest]:
 async def open_engine(model: Path) -> AsyncGenerator[tuple[EngineLogProbs, ActorHandle]]:
     """One RolloutActor with proven weights, and the port over it."""
     engine = RemoteRolloutActor.options(num_cpus=1, max_concurrency=max_concurrency(ROLLOUT)).remote(
-        "rollout-0", str(model), ROLLOUT, WeightSync(), 1, str(model.parent / "logs")
+        "rollout-0", str(model), ROLLOUT, WeightSync(), 1, str(model.parent / "logs"), scores=True
     )
     await answer(engine.start.remote(unproven(str(model))), "engine: start", ROLLOUT.startup_timeout_s)
     port = EngineLogProbs(1, SideBySide())

@@ -205,6 +205,7 @@ class _Actors:
             self.config.weight_sync.model_copy(update={"transport": choose_transport(self.config)}),
             self.end_of_turn_id,
             str(self.folder.logs.resolve()),
+            scores=self.config.memory_reward.scorer_engine == "vllm",
         )
 
     def agent_loop(self, index: int) -> Any:

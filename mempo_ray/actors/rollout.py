@@ -51,12 +51,14 @@ class RolloutActor:
         end_of_turn_id: int,
         log_dir: str,
         engine: Engine | None = None,
+        *,
+        scores: bool = False,
     ) -> None:
         self._name = name
         self._rollout = rollout
         self._limits = Limits(np.iinfo(np.int32).max, rollout.max_model_len)  # vLLM knows its vocabulary itself
         self._engine = engine or build_engine(
-            name, model_dir, rollout, weight_sync, end_of_turn_id, Path(log_dir) / f"{name}.log"
+            name, model_dir, rollout, weight_sync, end_of_turn_id, Path(log_dir) / f"{name}.log", scores=scores
         )
         self._started = False
         self._draining = False

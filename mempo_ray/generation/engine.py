@@ -88,7 +88,7 @@ class Engine(Protocol):
         Raises:
             DeadlineExceeded: not done within `deadline_s`; its places are freed.
             EngineFailed: no proven weights, engine dead, aborted, or the weights changed meanwhile.
-            ConfigError: the engine samples at another temperature than 1 (`rollout.temperature`).
+            ConfigError: the engine was not built to score.
         """
         ...
 
@@ -133,10 +133,10 @@ def unproven(model_dir: str, version: int = 0) -> WeightManifest:
     return WeightManifest(version=version, uri=model_dir, proof=WeightProof(ids=(), logprobs=()))
 
 
-def check_scores(rollout: Rollout) -> None:
-    """An engine that samples at τ reports log-probs of logits / τ; scores are defined at 1. Raises ConfigError."""
-    if rollout.temperature != 1:
-        raise ConfigError(f"rollout.temperature={rollout.temperature:g}: an engine scores at temperature 1 only")
+def check_scores(name: str, scores: bool) -> None:
+    """Raises ConfigError: `Engine.score` of an engine that was not built for it."""
+    if not scores:
+        raise ConfigError(f"{name} was not built to score: set memory_reward.scorer_engine=vllm")
 
 
 def verified_gap(proof: WeightProof, logprobs: np.ndarray | Sequence[float], max_gap: float, version: int) -> float:
@@ -157,20 +157,37 @@ def verified_gap(proof: WeightProof, logprobs: np.ndarray | Sequence[float], max
 
 
 def build_engine(
-    name: str, model_dir: str, rollout: Rollout, weight_sync: WeightSync, end_of_turn_id: int, log_file: Path
+    name: str,
+    model_dir: str,
+    rollout: Rollout,
+    weight_sync: WeightSync,
+    end_of_turn_id: int,
+    log_file: Path,
+    *,
+    scores: bool = False,
 ) -> Engine:
-    """The engine that `rollout.engine` names, not started. Its output goes to `log_file`."""
+    """The engine that `rollout.engine` names, not started.
+
+    Args:
+        log_file: where its output goes.
+        scores: it can `score`. Scores are taken at temperature 1, so `rollout.temperature` must be 1.
+
+    Raises:
+        ConfigError: scores at another temperature.
+    """
+    if scores and rollout.temperature != 1:
+        raise ConfigError(f"rollout.temperature={rollout.temperature:g}: an engine that scores samples at 1")
     if rollout.engine == "fake":
         from mempo_ray.generation.fake_engine import FakeEngine, random_turns
 
-        return FakeEngine(name, random_turns(model_dir, end_of_turn_id), rollout)
-    os.environ.update(process_environment(rollout, weight_sync))
+        return FakeEngine(name, random_turns(model_dir, end_of_turn_id), rollout, scores=scores)
+    os.environ.update(process_environment(rollout, weight_sync, scores))
     with output_to(log_file):  # vLLM logs while it is imported
         from mempo_ray.generation.vllm_engine import VllmEngine
-    return VllmEngine(name, model_dir, rollout, weight_sync, end_of_turn_id, log_file)
+    return VllmEngine(name, model_dir, rollout, weight_sync, end_of_turn_id, log_file, scores)
 
 
-def process_environment(rollout: Rollout, weight_sync: WeightSync) -> dict[str, str]:
+def process_environment(rollout: Rollout, weight_sync: WeightSync, scores: bool = False) -> dict[str, str]:
     """Variables that vLLM, OpenMP and huggingface_hub read at import or at spawn: set before vLLM is imported."""
     return {
         "OMP_NUM_THREADS": str(rollout.threads),
@@ -182,6 +199,8 @@ def process_environment(rollout: Rollout, weight_sync: WeightSync) -> dict[str, 
         "TOKENIZERS_PARALLELISM": "false",
         # Handles of CUDA memory travel to the engine core pickled.
         **({"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if weight_sync.transport == "ipc" else {}),
+        # vLLM's newer model runner takes logits processors of another form than `vllm_forcing` has.
+        **({"VLLM_USE_V2_MODEL_RUNNER": "0"} if scores else {}),
         # The sampler compiles one small function at the first log-prob: 15 s and 150 MB on CPU, for nothing there.
         **({"TORCHDYNAMO_DISABLE": "1"} if rollout.enforce_eager else {}),
     }

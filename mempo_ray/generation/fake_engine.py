@@ -55,10 +55,11 @@ class FakeEngine:
     Nothing is loaded: the fake claims the proof's own log-probs, so only NaN in a proof is refuted.
     """
 
-    def __init__(self, name: str, script: Script, rollout: Rollout) -> None:
+    def __init__(self, name: str, script: Script, rollout: Rollout, scores: bool = False) -> None:
         self._name = name
         self._script = script
         self._rollout = rollout
+        self._scores = scores
         self._version = NO_WEIGHTS
         self._started = False
         self._dead = False
@@ -96,7 +97,7 @@ class FakeEngine:
     async def score(
         self, continuations: Sequence[Continuation], group: str, deadline_s: float
     ) -> tuple[int, list[np.ndarray]]:
-        check_scores(self._rollout)
+        check_scores(self._name, self._scores)
         self._check_proven()
         try:
             async with asyncio.timeout(deadline_s):

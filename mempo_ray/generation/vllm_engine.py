@@ -33,7 +33,7 @@ _PREFILL_TOKENS = 8192
 """Tokens of a step at least; longer models get their whole length."""
 
 
-def engine_args(model_dir: str, rollout: Rollout, weight_sync: WeightSync) -> AsyncEngineArgs:
+def engine_args(model_dir: str, rollout: Rollout, weight_sync: WeightSync, scores: bool = False) -> AsyncEngineArgs:
     """vLLM's options for token ids in and out, reproducible by seed, on the platform that is here."""
     on_cpu = current_platform.is_cpu()
     executor = "TensorParallelExecutor" if rollout.tensor_parallel > 1 else "OneProcessExecutor"
@@ -49,10 +49,10 @@ def engine_args(model_dir: str, rollout: Rollout, weight_sync: WeightSync) -> As
         enable_prefix_caching=True,
         enforce_eager=rollout.enforce_eager,
         tensor_parallel_size=rollout.tensor_parallel,
-        # Log-probs of logits / temperature, as algorithm.md §1 wants; at temperature 1 they are also the raw ones,
-        # which forcing (`score`) leaves alone.
-        logprobs_mode="raw_logprobs" if rollout.temperature == 1 else "processed_logprobs",
-        logits_processors=["mempo_ray.generation.vllm_forcing:ForcedTokens"],
+        # Of logits / temperature, as algorithm.md §1 wants. At temperature 1, where engines may score, that is the same
+        # as the raw ones, which forced tokens leave alone.
+        logprobs_mode="raw_logprobs" if scores else "processed_logprobs",
+        logits_processors=["mempo_ray.generation.vllm_forcing:ForcedTokens"] if scores else None,
         generation_config="vllm",  # not the model folder's own top_p and the like
         seed=0,
         disable_log_stats=True,
@@ -84,6 +84,7 @@ class VllmEngine:
         weight_sync: WeightSync,
         end_of_turn_id: int,
         log_file: Path,
+        scores: bool = False,
     ) -> None:
         self._name = name
         self._model_dir = model_dir
@@ -91,6 +92,7 @@ class VllmEngine:
         self._weight_sync = weight_sync
         self._end_of_turn_id = end_of_turn_id
         self._log_file = log_file
+        self._scores = scores
         self._llm: AsyncLLM | None = None
         self._version = NO_WEIGHTS
         self._open = asyncio.Event()  # cleared during an update or a pause
@@ -112,7 +114,8 @@ class VllmEngine:
         """Takes about 10 s and blocks the event loop: vLLM must be made on the loop that will serve."""
         with output_to(self._log_file), _as_engine_failure(f"{self._name}, log {self._log_file}"):
             try:
-                self._llm = AsyncLLM.from_engine_args(engine_args(self._model_dir, self._rollout, self._weight_sync))
+                args = engine_args(self._model_dir, self._rollout, self._weight_sync, self._scores)
+                self._llm = AsyncLLM.from_engine_args(args)
             except ValueError as error:  # found in this process, before any child
                 raise ConfigError(f"rollout: vLLM refuses these options for {self._model_dir}: {error}") from error
         for handler in logging.getLogger("vllm").handlers:
@@ -144,7 +147,7 @@ class VllmEngine:
     async def score(
         self, continuations: Sequence[Continuation], group: str, deadline_s: float
     ) -> tuple[int, list[np.ndarray]]:
-        check_scores(self._rollout)
+        check_scores(self._name, self._scores)
         async with self._deadline(f"log-probs of group {group}", deadline_s):
             version = await self._proven_version()
             forced = [self._forced(continuation, version) for continuation in continuations]

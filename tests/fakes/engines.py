@@ -14,7 +14,7 @@ PROOF = WeightProof((4, 5), (-1.0,))
 
 async def fake_engine(index: int, version: int, rollout: Rollout | None = None) -> FakeEngine:
     """Started, with proven weights; every turn is 7 8 9."""
-    engine = FakeEngine(f"rollout-{index}", lambda request: (7, 8, 9), rollout or Rollout(engine="fake"))
+    engine = FakeEngine(f"rollout-{index}", lambda request: (7, 8, 9), rollout or Rollout(engine="fake"), scores=True)
     await engine.start()
     await engine.update(WeightManifest(version, "", PROOF))
     return engine

@@ -226,8 +226,8 @@ async def test_log_probs_are_those_of_transformers_over_temperature_and_of_the_n
             np.testing.assert_allclose(answer.logprobs, expected, atol=2e-5)
 
 
-async def test_an_engine_that_samples_at_another_temperature_than_1_does_not_score(engine: Engine):
-    with pytest.raises(ConfigError, match=r"rollout\.temperature=0\.7"):
+async def test_an_engine_that_was_not_built_to_score_says_so(engine: Engine):
+    with pytest.raises(ConfigError, match=r"memory_reward\.scorer_engine=vllm"):
         await engine.score([Continuation(np.arange(2, 9), np.arange(3))], "g", 5)
 
 
@@ -274,3 +274,8 @@ async def test_stop_at_tags_ends_a_turn_after_the_tag_and_leaves_the_end_token_t
         assert ends.sum() == 1
         by_tag += answer_ids[-1] != END_OF_TURN_ID
     assert by_tag > 0
+
+
+async def test_an_engine_that_samples_at_another_temperature_than_1_cannot_be_built_to_score(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"rollout\.temperature=0\.7"):
+        build_engine("e", "", ROLLOUT, WeightSync(), END_OF_TURN_ID, tmp_path / "e.log", scores=True)

@@ -17,7 +17,7 @@ from mempo_ray.actors.lease import SideBySide
 from mempo_ray.config.schema import BatchExecutor as Section
 from mempo_ray.config.schema import Rollout, WeightSync
 from mempo_ray.contracts import LogProbRequest, LogProbResult, PayloadRef, Segment
-from mempo_ray.errors import InfrastructureError
+from mempo_ray.errors import DeadlineExceeded, InfrastructureError
 from mempo_ray.generation.engine import Continuation, Engine, build_engine, unproven
 from mempo_ray.ports import GenerateRequest, LogProbs
 from tests.fakes.engines import fake_engine, handle_of
@@ -99,7 +99,7 @@ async def vllm(engine_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """One for the file, at temperature 1: only then can it score."""
     rollout = Rollout(dtype="float32", max_model_len=512, max_num_seqs=32, kv_cache_gb=0.1)
     log_file = tmp_path_factory.mktemp("log") / "e.log"
-    engine = build_engine("e", str(engine_model), rollout, WeightSync(), END_OF_TURN_ID, log_file)
+    engine = build_engine("e", str(engine_model), rollout, WeightSync(), END_OF_TURN_ID, log_file, scores=True)
     await engine.start()
     await engine.update(unproven(str(engine_model)))
     yield engine
@@ -189,3 +189,11 @@ async def test_what_an_engine_has_sampled_it_scores_alike_so_forcing_touches_no_
     _, scored = await vllm.score(asked, "g", 30)
     for each, logprobs in zip(sampled, scored, strict=True):
         np.testing.assert_allclose(each.logprobs, logprobs, atol=1e-5, rtol=0)
+
+
+async def test_a_score_that_misses_its_deadline_leaves_the_engine(vllm):
+    rng = np.random.default_rng(0)
+    asked = [Continuation(rng.integers(2, 99, 200), rng.integers(2, 99, 200)) for _ in range(16)]
+    with pytest.raises(DeadlineExceeded, match=r"0\.05 s"):
+        await vllm.score(asked, "g", 0.05)
+    assert vllm.stats()["num_in_flight"] == 0

@@ -147,6 +147,17 @@ async def test_an_engine_is_sent_few_requests_at_once_so_that_turns_find_it_free
     assert len(await asyncio.gather(*calls)) == 3 * SCORES_AT_ONCE
 
 
+async def test_a_caller_that_goes_away_frees_its_places():
+    port, (engine,), (handle,) = await scorer()
+    waiting = await paused(engine, port(request()))
+    waiting.cancel()
+    await settle()
+    assert (await handle.status.remote()).num_in_flight == 0
+    await engine.resume()
+    calls = [port(request(f"{i}")) for i in range(SCORES_AT_ONCE)]
+    assert len(await asyncio.gather(*calls)) == SCORES_AT_ONCE
+
+
 async def test_busy_seconds_are_those_with_a_request_at_an_engine():
     clock = Clock()
     port, (engine,), _ = await scorer(clock=clock)
