@@ -169,6 +169,11 @@ def check_tools(config: Config) -> None:
     tools = Toolbox(config.agent, Services(_no_search, code_service(config.reward.sandbox)))
     if "python" in tools.names:
         check_sandbox(config)
+    if config.cold_start is not None and config.agent.tool_parser != "tags":
+        raise ConfigError(
+            f"agent.tool_parser: the cold start teaches calls as tags, not as {config.agent.tool_parser!r}; "
+            "set tool_parser=tags, or remove the cold_start section"
+        )
     unknown = sorted(config.reward.tool_weights.keys() - set(tools.names))
     if unknown and not tools.has_servers:
         raise ConfigError(f"reward.tool_weights: no tool {unknown[0]!r} in this run; it has {', '.join(tools.names)}")

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import secrets
 import shutil
@@ -76,7 +77,7 @@ Whoever sees no 'started' knows that the sandbox failed, whatever the code would
 
 def command(level: Level, marker_fd: int, source_fd: int, limits: Limits, cgroups: Sequence[Path] = ()) -> list[str]:
     """The command line that runs the source behind `source_fd` at `level`."""
-    numbers = (marker_fd, source_fd, max(round(limits.run_s), 1), limits.memory_bytes, limits.processes,
+    numbers = (marker_fd, source_fd, math.ceil(limits.run_s), limits.memory_bytes, limits.processes,
                limits.files_bytes)  # fmt: skip
     python = [str(PYTHON), "-I", "-S", "-B", "-c", PRELUDE, *map(str, numbers)]
     root = os.geteuid() == 0

@@ -208,3 +208,9 @@ def test_a_tools_file_is_read_before_anything_starts(tmp_path):
     file.write_text("mcp_servers: [{name: a}]")
     with pytest.raises(ConfigError, match="either command or url"):
         check_names(run(agent={"tools_file": str(file)}))
+
+
+def test_a_cold_start_teaches_one_form_of_calls():
+    with pytest.raises(ConfigError, match=r"tool_parser: the cold start teaches calls as tags, not as 'hermes'"):
+        check_names(run(agent={"tool_parser": "hermes"}, cold_start={}))
+    check_names(run(agent={"tool_parser": "hermes"}))
