@@ -180,7 +180,7 @@ def as_score(value: object, *, num_turns: int | None = None) -> Score:
         return value
     if isinstance(value, Scored):
         value = {**value.extra, "score": value.score, "process_scores": value.process_scores}
-    fields: Mapping[str, Any] = value if isinstance(value, Mapping) else {"score": value}
+    fields: Mapping[Any, Any] = value if isinstance(value, Mapping) else {"score": value}
     if "score" not in fields:
         return Unscored(f"dict without 'score': {sorted(map(str, fields))}", "scorer_error")
     given = fields.get("process_scores")
