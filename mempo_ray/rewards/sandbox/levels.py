@@ -33,7 +33,7 @@ from mempo_ray.errors import InfrastructureError
 from mempo_ray.rewards.sandbox.outcome import Limits
 
 NOBODY = "65534"
-WORK = "/work"
+WORK = "/box"
 PYTHON = Path(os.path.realpath(getattr(sys, "_base_executable", sys.executable)))  # of a venv: the one behind it
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": WORK, "TMPDIR": WORK, "LANG": "C.UTF-8"}
 
