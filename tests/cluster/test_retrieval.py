@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 import ray
 from ray.actor import ActorHandle
@@ -169,6 +170,25 @@ async def test_a_replica_that_joins_in_the_middle_takes_its_share(
     assert counts[1] > 20
     for actor in actors:
         ray.kill(actor)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_with_a_gpu_s_layout_the_encoder_is_a_child_of_the_actor_and_ends_with_it(
+    cluster: None, folder: Path, passages: list[Passage]
+) -> None:
+    """`device: cuda` on a machine without one: the layout is the same, the index falls back to the CPU."""
+    settings = SYNTHETIC.model_copy(update={"device": "cuda"})
+    before = set(psutil.Process().children(recursive=True))
+    actor = RemoteRetrievalActor.options(num_cpus=0.1).remote(settings, str(folder), PATIENCE_S)
+    (found,) = await actor.search.remote([passages[7].text], 3)
+    assert found[0].id == passages[7].id
+    born = [child for child in set(psutil.Process().children(recursive=True)) - before]
+    encoders = [child for child in born if "spawn_main" in " ".join(child.cmdline())]
+    assert encoders
+    ray.kill(actor)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, encoders, PATIENCE_S)
+    assert alive == []
 
 
 @pytest.mark.slow
