@@ -73,7 +73,7 @@ def to_gpus(index: faiss.Index) -> tuple[faiss.Index, GpuPlan]:
     plan = _plan_for(index)
     if plan.gpus:
         try:
-            return _copied(index, plan), plan
+            return copy_to_gpus(index, plan), plan
         except RuntimeError as error:  # memory that somebody took meanwhile
             plan = GpuPlan((), reason=f"FAISS could not copy the index: {error}")
     log.warning("retrieval runs on the CPU: %s", plan.reason)
@@ -88,7 +88,8 @@ def _plan_for(index: faiss.Index) -> GpuPlan:
     return plan_gpus(*index_bytes(index), free_bytes(faiss.get_num_gpus()))
 
 
-def _copied(index: faiss.Index, plan: GpuPlan) -> faiss.Index:
+def copy_to_gpus(index: faiss.Index, plan: GpuPlan) -> faiss.Index:
+    """Do what a plan says that names GPUs. Raises RuntimeError where FAISS cannot."""
     options = faiss.GpuMultipleClonerOptions()
     options.shard = plan.sharded
     options.useFloat16 = plan.float16

@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ from retrieval_index.encoder import HashEncoder
 from retrieval_index.errors import BuildError, CorpusError
 from retrieval_index.index import PassageIndex
 from retrieval_index.manifest import FileStamp, load, verify
-from retrieval_index.plan import KINDS
+from retrieval_index.plan import KINDS, Tuning
 from retrieval_index.progress import TimeLeft
 from retrieval_index.retriever import open_retriever
 
@@ -103,6 +104,39 @@ def test_vectors_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "v.npy", vectors)
     with pytest.raises(BuildError, match="NaN or infinity"):
         build_index(facts(), HashEncoder(64), "flat", tmp_path / "index", embeddings=tmp_path / "v.npy")
+
+
+def test_vectors_of_an_encoder_that_does_not_normalise_keep_their_length(tmp_path: Path) -> None:
+    class LongEncoder(HashEncoder):
+        def __init__(self) -> None:
+            super().__init__(64)
+            self.settings = {**self.settings, "normalised": False}
+
+        def encode_passages(self, texts: Sequence[str]) -> np.ndarray:
+            return 3 * super().encode_passages(texts)
+
+    query = HashEncoder(64).encode_queries(["mentor Boko"])
+    build_index(facts(), LongEncoder(), "flat", tmp_path / "long")
+    build_index(facts(), HashEncoder(64), "flat", tmp_path / "unit")
+    long, unit = (PassageIndex.open(tmp_path / name).search(query, 1)[1] for name in ("long", "unit"))
+    np.testing.assert_allclose(long, 3 * unit, rtol=1e-5)
+
+
+def test_parameters_that_are_given_are_in_the_manifest(tmp_path: Path) -> None:
+    tuning = Tuning(nlist=5, nprobe=2, hnsw_links=8, ef_construction=50, ef_search=33)
+    ivf = build_index(random_facts(600), HashEncoder(64), "ivf", tmp_path / "ivf", tuning=tuning)
+    assert (ivf.factory, ivf.search) == ("IVF5,Flat", {"nprobe": 2})
+    both = build_index(
+        random_facts(600), HashEncoder(64), "hybrid", tmp_path / "both", dense_kind="hnsw", tuning=tuning
+    )
+    assert (both.factory, both.search, both.metric) == ("HNSW8,Flat+BM25", {"efSearch": 33}, "reciprocal_rank")
+
+
+def test_the_plan_is_announced_before_the_work(tmp_path: Path) -> None:
+    lines: list[str] = []
+    build_index(random_facts(600), HashEncoder(64), "ivf", tmp_path / "index", announce=lines.append)
+    assert lines[0].startswith("600 passages: IVF9,Flat, trained on 576, nprobe 8; beside the encoder about")
+    assert lines[1:] == ["training on 576 vectors", "adding 600 vectors"]
 
 
 def test_a_corpus_file_and_the_same_passages_in_memory_give_one_index(tmp_path: Path) -> None:

@@ -1,18 +1,14 @@
 import json
-import os
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from retrieval_index.cli import app
-from retrieval_index.encoder import preset_folder
-from retrieval_index.errors import CorpusError, EncoderError
+from retrieval_index.errors import CorpusError
 from retrieval_index.evaluate import Question, all_found, read_questions, recall
 
 from .conftest import facts
-
-SHARED = Path(os.environ.get("MEMPO_SHARED", Path(__file__).parents[4] / "shared")) / "data"
 
 
 def run(*arguments: object, code: int = 0) -> str:
@@ -73,17 +69,29 @@ def test_a_question_file_without_gold_is_an_error(tmp_path: Path) -> None:
         read_questions(path)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not (SHARED / "corpus.jsonl").is_file(), reason=f"no shared data at {SHARED}")
-def test_minilm_flat_has_the_measured_recall_on_real_questions(tmp_path: Path) -> None:
-    try:
-        preset_folder("minilm")
-    except EncoderError as absent:
-        pytest.skip(str(absent))
-    embeddings = SHARED / "corpus_minilm_fp16.npy"
-    run("build", "--corpus", SHARED / "corpus.jsonl", "--out", tmp_path / "i", "--embeddings", embeddings)
-    questions = SHARED / "dev.jsonl"
-    figures = json.loads(run("eval", "--index", tmp_path / "i", "--questions", questions, "--json", "-"))
-    assert figures["recall@3"] == pytest.approx(0.583, abs=0.005)
-    assert figures["recall@5"] == pytest.approx(0.660, abs=0.005)
-    assert figures["all@3"] == pytest.approx(0.270, abs=0.005)
+def test_a_hybrid_is_built_verified_against_its_corpus_and_searched(corpus: Path, tmp_path: Path) -> None:
+    index, options = tmp_path / "index", ("--encoder", "hash", "--kind", "hybrid", "--dense-kind", "hnsw")
+    assert "HNSW16,Flat+BM25" in run("build", "--corpus", corpus, "--out", index, *options, "--hnsw-links", 16)
+    assert "whole" in run("verify", "--index", index, "--corpus", corpus)
+    lines = run("search", "--index", index, "mentor Boko", "--json", "--top-k", 1).splitlines()
+    assert [json.loads(line)["id"] for line in lines] == ["mentor-Boko"]
+    corpus.write_text(corpus.read_text().replace("Boko", "Koba"))
+    assert "has changed since" in run("verify", "--index", index, "--corpus", corpus, code=2)
+
+
+def test_bm25_needs_no_encoder_and_finds_what_there_is(corpus: Path, tmp_path: Path) -> None:
+    index = tmp_path / "index"
+    output = run("build", "--corpus", corpus, "--out", index, "--kind", "bm25", "--encoder", "no such folder")
+    assert "24 passages, BM25, 0.0 MB" in output
+    assert len(run("search", "--index", index, "mentor", "--top-k", 1000).splitlines()) == 8
+    assert run("search", "--index", index, "mentor " * 20_000, "--top-k", 1).count("\n") == 1
+    assert run("search", "--index", index, " ", code=2).strip() == (
+        "error: query: the query is empty (type what to look for)"
+    )
+
+
+def test_a_corpus_that_is_not_utf8_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "c.jsonl").write_bytes(b'{"id": "1", "text": "caf\xe9"}\n')
+    output = run("build", "--corpus", tmp_path / "c.jsonl", "--out", tmp_path / "i", "--kind", "bm25", code=2)
+    assert output.strip().endswith("line 1: it is not UTF-8 at byte 24 (mend or remove that line)")
+    assert not list(tmp_path.glob(".i*"))

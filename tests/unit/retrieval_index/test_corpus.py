@@ -30,6 +30,46 @@ def test_the_contents_form_of_search_r1_has_its_title_on_the_first_line(tmp_path
     assert documents_of(tmp_path / "a.jsonl") == [Document("7", "Sari", "line one\nline two")]
 
 
+DPR = 'id\ttext\ttitle\n1\t"He said ""no"" to\tit"\tSari\n2\tplain ä text\tVela\n'
+
+
+def test_the_tsv_of_dpr_has_a_header_and_quotes(tmp_path: Path) -> None:
+    expected = [Document("1", "Sari", 'He said "no" to\tit'), Document("2", "Vela", "plain ä text")]
+    (tmp_path / "a.tsv").write_text(DPR)
+    (tmp_path / "a.tsv.gz").write_bytes(gzip.compress(DPR.encode()))
+    assert documents_of(tmp_path / "a.tsv") == documents_of(tmp_path / "a.tsv.gz") == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"1\tx\ty\n", "line 1: the header must name `id` and `text`"),
+        (b"", "line 1: the header must name"),
+        (b"id\ttext\n1\tx\n\n2\tx\ty\n", "line 4: it has 3 fields, the header 2"),
+        (b"id\ttext\n1\tx\n2\t\xff\n", "line 3: it is not UTF-8 at byte 2"),
+        (b"id\ttext\n\tx\n", "line 2: it has no `id`"),
+        (b"id\ttext\n1\t" + b"x" * 200_000 + b"\n", "line 2: field larger than field limit"),
+    ],
+)
+def test_a_bad_line_of_a_tsv_names_its_number(tmp_path: Path, content: bytes, problem: str) -> None:
+    (tmp_path / "bad.tsv").write_bytes(content)
+    with pytest.raises(CorpusError, match=f"bad.tsv, {problem}"):
+        documents_of(tmp_path / "bad.tsv")
+
+
+def test_half_of_a_surrogate_pair_names_its_line(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"id": "1", "text": "\\ud800"}\n')
+    with pytest.raises(CorpusError, match="line 1: it escapes half of a surrogate pair"):
+        documents_of(tmp_path / "bad.jsonl")
+
+
+def test_a_parquet_file_that_is_cut_off_is_an_error(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist([ROW] * 50), tmp_path / "a.parquet")
+    (tmp_path / "a.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
+    with pytest.raises(CorpusError, match="not a Parquet file"):
+        documents_of(tmp_path / "a.parquet")
+
+
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
@@ -80,6 +120,7 @@ def test_the_store_gives_any_row_across_its_batches(tmp_path: Path, monkeypatch:
     store = PassageStore(tmp_path / "p.arrow")
     assert [store[row] for row in (4, 0, 3)] == [documents[4], documents[0], documents[3]]
     assert store.embedding_texts(1, 4) == ["t1. text 1 ä", "text 2 ä", "t3. text 3 ä"]
+    assert list(store.all_texts()) == store.embedding_texts(0, 5)
 
 
 def test_a_passage_without_a_title_is_embedded_as_its_text() -> None:
