@@ -263,6 +263,21 @@ def test_bad_input_is_one_clear_message(case: Callable[[Path], Case], tmp_path: 
     assert not list(tmp_path.glob("runs/*")), "a run folder was made for a run that never began"
 
 
+def test_rows_that_nobody_can_score_are_listed_a_line_each(tmp_path: Path):
+    rows = [
+        {"question": "a?", "golden_answers": ["x"], "data_source": "hotpot_qa"},
+        {"question": "b?", "golden_answers": ["x"], "data_source": "hotpotqa"},
+        {"question": "c?", "golden_answers": ["many"], "data_source": "openai/gsm8k"},
+    ]
+    file = _write(tmp_path / "own.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    done, _ = _drive([f"data.train={file}"], tmp_path)
+    assert done.returncode == 2
+    head, first, second = done.stderr.strip().splitlines()
+    assert head.endswith("own.jsonl, 2 rows cannot be used:")
+    assert first.strip().startswith("row 1: data_source 'hotpot_qa' has no scorer (did you mean 'hotpotqa'?)")
+    assert second.strip().startswith("row 3: the answer 'many' is not a number")
+
+
 def test_several_wrong_keys_are_reported_at_once(tmp_path):
     done, _ = _drive(["rollout.replicas=two", "algorithm.group_size=0"], tmp_path)
     assert "rollout.replicas" in done.stderr
