@@ -73,7 +73,7 @@ class RayEmbedding:
 
     def _encoded(self, missing: list[int], passages: Path, encoder: Encoder, count: int) -> ray.data.Dataset:
         resource = "GPU" if self._device == "cuda" else "CPU"
-        num_workers = self._max_workers or max(1, int(ray.cluster_resources().get(resource, 1)))
+        num_workers = self._max_workers or max(1, math.floor(ray.cluster_resources().get(resource, 1)))
         record = EncoderRecord(encoder.name, encoder.fingerprint, dict(encoder.settings))
         ray.data.DataContext.get_current().enable_progress_bars = False  # ours has the time left
         slices = ray.data.from_items(

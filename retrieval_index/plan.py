@@ -24,9 +24,9 @@ PQ_DISTANCES_PER_S, SMALL_PQ_DISTANCES_PER_S = 3e9, 3e8  # of four values to a c
 SMALL_PQ_ROWS = 32_768  # somewhere between 20,000 and 40,000
 HNSW_VALUES_PER_S = 2.5e6  # vectors times width inserted at efConstruction 40 into 15,000; slower by log n
 HNSW_LINK_BYTES = 2 * 4  # two int32 for each of `hnsw_links` on the lowest level; the upper ones add little
-BM25_BYTES_PER_WORD = 6  # float32 score and int32 row, a word that occurs twice counted once
-BM25_MEMORY_BYTES_PER_WORD = 40
-BM25_SECONDS_PER_MEGAWORD = 1
+BM25_BYTES_PER_WORD = 8  # float32 score and int32 row, a word that occurs twice counted once; and the vocabulary
+BM25_MEMORY_BYTES_PER_WORD = 75
+BM25_SECONDS_PER_MEGAWORD = 2
 WORDS_PER_PASSAGE = 60
 
 
