@@ -93,7 +93,8 @@ class ForestPlan:
 
     @property
     def num_trunks(self) -> int:
-        """Chains with branches. One for each trajectory whose histories continue each other; more where they do not."""
+        """Chains with branches: a history, memories that begin alike; one more for each history that does not go on
+        where the one before it ended."""
         return sum(p.num_trunks for p in self.passes)
 
 
