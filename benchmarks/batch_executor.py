@@ -17,6 +17,7 @@ core, the model of scoring_model.py in float32; executor and worker are Ray acto
     p99_ratio          99th percentile of the seconds from arrival to answer in the stream, ours / verl's
     padding_share      of the tokens that our worker computed, in both parts
     max_abs_error      largest |Δ log-prob| between the two
+    worker_cpu_s       CPU seconds of the worker's process, all at once: the same comparison on a busy machine
 """
 
 from __future__ import annotations
@@ -70,6 +71,9 @@ def make_requests(num: int, seed: int = 0) -> list[LogProbRequest]:
 
 class Worker(PolicyWorker):
     """The rank as it is; `score_padded` does what a padding executor asks of it."""
+
+    def cpu_s(self) -> float:
+        return time.process_time()
 
     def score_padded(self, rows: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Log-probs of the last tokens of each row: one forward over [rows, longest]."""
@@ -150,13 +154,17 @@ class PaddingExecutor:
 @dataclass(frozen=True)
 class Measured:
     seconds: float
+    worker_cpu_s: float
     latencies_s: np.ndarray
     results: list[np.ndarray]
 
 
-async def measure(ask: Ask, requests: Sequence[LogProbRequest], arrivals_s: np.ndarray, submitters: int) -> Measured:
+async def measure(
+    ask: Ask, worker: ActorHandle, requests: Sequence[LogProbRequest], arrivals_s: np.ndarray, submitters: int
+) -> Measured:
     """Ask each request when it arrives, at most `submitters` at once. Seconds count from its arrival."""
     places = asyncio.Semaphore(submitters)
+    cpu_before_s = await answer(worker.cpu_s.remote(), "cpu", 60)
     started = time.monotonic()
 
     async def one(request: LogProbRequest, arrival_s: float) -> tuple[float, np.ndarray]:
@@ -166,15 +174,17 @@ async def measure(ask: Ask, requests: Sequence[LogProbRequest], arrivals_s: np.n
         return time.monotonic() - started - arrival_s, result
 
     pairs = await asyncio.gather(*(one(r, a) for r, a in zip(requests, arrivals_s.tolist(), strict=True)))
-    return Measured(time.monotonic() - started, np.array([s for s, _ in pairs]), [result for _, result in pairs])
+    seconds = time.monotonic() - started
+    cpu_s = await answer(worker.cpu_s.remote(), "cpu", 60) - cpu_before_s
+    return Measured(seconds, cpu_s, np.array([s for s, _ in pairs]), [result for _, result in pairs])
 
 
 async def run(num: int, folder: Path) -> dict[str, object]:
     requests = make_requests(num)
-    worker, padding_worker = await start_worker(folder), await start_worker(folder)
+    worker, padding_worker, lone_worker = [await start_worker(folder) for _ in range(3)]
     executor = BatchExecutorActor.options(num_cpus=0).remote(SECTION, GangRunner([worker], DEADLINE_S))
     verl = PaddingExecutor.remote(padding_worker)
-    alone = GangRunner([await start_worker(folder)], DEADLINE_S)
+    alone = GangRunner([lone_worker], DEADLINE_S)
 
     async def ask_ours(request: LogProbRequest) -> np.ndarray:
         return (await answer(executor.logprobs.remote(request), request.id, DEADLINE_S)).logprobs[0]
@@ -186,23 +196,24 @@ async def run(num: int, folder: Path) -> dict[str, object]:
         return (await alone.run([request])).results[0].logprobs[0]
 
     for ask in (ask_ours, ask_verl, ask_alone):
-        await measure(ask, requests[:16], np.zeros(16), 1)  # warm up
+        for request in requests[:16]:  # warm up
+            await ask(request)
     await answer(executor.stats.remote(), "stats", 60)
 
     at_once = np.zeros(num)
-    ours = await measure(ask_ours, requests, at_once, num)
+    ours = await measure(ask_ours, worker, requests, at_once, num)
     say(f"ours, all at once: {ours.seconds:.1f} s")
-    padded = await measure(ask_verl, requests, at_once, SUBMITTERS)
+    padded = await measure(ask_verl, padding_worker, requests, at_once, SUBMITTERS)
     say(f"verl, all at once: {padded.seconds:.1f} s")
     fourth = requests[::4]
-    single = await measure(ask_alone, fourth, np.zeros(len(fourth)), 1)
+    single = await measure(ask_alone, lone_worker, fourth, np.zeros(len(fourth)), 1)
     say(f"single, {len(fourth)} requests: {single.seconds:.1f} s")
 
     rate = LOAD * num / padded.seconds
     arrivals_s = np.cumsum(np.random.default_rng(1).exponential(1 / rate, num))
-    our_stream = await measure(ask_ours, requests, arrivals_s, num)
+    our_stream = await measure(ask_ours, worker, requests, arrivals_s, num)
     say(f"ours, {rate:.2f} requests/s: {our_stream.seconds:.1f} s")
-    padded_stream = await measure(ask_verl, requests, arrivals_s, SUBMITTERS)
+    padded_stream = await measure(ask_verl, padding_worker, requests, arrivals_s, SUBMITTERS)
     say(f"verl, {rate:.2f} requests/s: {padded_stream.seconds:.1f} s")
 
     stats = await answer(executor.stats.remote(), "stats", 60)
@@ -217,6 +228,9 @@ async def run(num: int, folder: Path) -> dict[str, object]:
         "num_tokens": num_tokens(requests),
         "items_per_s": num / ours.seconds,
         "items_per_s_verl": num / padded.seconds,
+        "worker_cpu_s": ours.worker_cpu_s,
+        "worker_cpu_s_verl": padded.worker_cpu_s,
+        "worker_cpu_s_single_fourth": single.worker_cpu_s,
         "padding_share_verl": await answer(verl.padding_share.remote(), "padding", 60),
         "batch_fill": stats["executor/batch_fill"],
         "stream_requests_per_s": rate,
