@@ -42,6 +42,7 @@ from mempo_ray.placement.plan import ClusterShape, Plan, make_plan, read_cluster
 from mempo_ray.rewards.registry import MANAGERS, SCORERS
 from mempo_ray.rewards.rows import has_programs, row_check
 from mempo_ray.rewards.sandbox import code_service, open_sandbox
+from mempo_ray.rewards.styles.api import check_judge
 from retrieval_index.corpus import read_corpus
 from retrieval_index.encoder import Encoder, make_encoder
 from retrieval_index.retriever import check_index
@@ -149,8 +150,9 @@ def check_names(config: Config) -> None:
     POLICY_LOSSES.check(config.algorithm.policy_loss)
     MEMORY_REWARDS.check(config.memory_reward.name)
     MANAGERS.check(config.reward.manager)
-    if config.reward.scorer != "auto":
-        SCORERS.check(config.reward.scorer)
+    for scorer in (config.reward.scorer, *(style.scorer for style in config.reward.styles.values())):
+        if scorer not in ("auto", "custom_function"):
+            SCORERS.check(scorer)
     check_tools(config)
     for tracker in config.trackers:
         if tracker not in TRACKERS:
@@ -160,6 +162,7 @@ def check_names(config: Config) -> None:
         if importlib.util.find_spec(TRACKERS[tracker]) is None:
             raise ConfigError(f"trackers: {tracker} needs the package {TRACKERS[tracker]}, which is not installed.")
     _check_custom_function(config)
+    _check_styles(config)
 
 
 def check_tools(config: Config) -> None:
@@ -187,6 +190,19 @@ def check_sandbox(config: Config) -> None:
 
 async def _no_search(queries: Sequence[str], top_k: int) -> list[list[Passage]]:
     raise ToolFailed("there is no index in the preflight")
+
+
+def _check_styles(config: Config) -> None:
+    """Files and variables that the parts of a hybrid reward name are here; no judge is asked, no model loaded."""
+    for name, style in config.reward.styles.items():
+        if style.style == "api":
+            check_judge(name, style.judge)
+        if style.scorer == "custom_function" and not config.reward.custom_function.path:
+            raise ConfigError(f"reward.styles.{name}.scorer: custom_function needs reward.custom_function.path")
+    for name, model in config.reward.models.items():
+        if not Path(model.folder, "config.json").is_file():
+            raise ConfigError(f"reward.styles.{name}.reward_model.folder: {model.folder} has no config.json; name a "
+                              "local Hugging Face folder.")  # fmt: skip
 
 
 def _check_custom_function(config: Config) -> None:

@@ -12,7 +12,7 @@ import asyncio
 import functools
 import math
 import shutil
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +26,11 @@ from mempo_ray.actors.agent_loop import RemoteAgentLoopWorker
 from mempo_ray.actors.batch_executor import BatchExecutorActor, GangRunner
 from mempo_ray.actors.calls import answer, close_actor
 from mempo_ray.actors.engine_logprobs import EngineLogProbs
+from mempo_ray.actors.limiter import JudgeLimiterActor
 from mempo_ray.actors.policy import PolicyActor
 from mempo_ray.actors.retrieval import RemoteRetrievalActor, index_id, prepare_index
 from mempo_ray.actors.reward import RewardManagerActor
+from mempo_ray.actors.reward_model import RewardModelActor
 from mempo_ray.actors.rollout import RemoteRolloutActor, max_concurrency
 from mempo_ray.actors.rollout_pool import RayRollouts
 from mempo_ray.actors.search import SearchClient, record_file
@@ -116,9 +118,11 @@ async def open_fleet(
         if config.retrieval.needs_index:
             index = await asyncio.to_thread(prepare_index, config.retrieval, passages, index)
             retrieval = [await closing(actors.retrieval(i, index)) for i in range(config.retrieval.replicas)]
-        rewards = [await closing(actors.reward(i)) for i in range(config.reward.workers)]
+        limiter = await closing(actors.limiter()) if config.reward.has_judges else None
+        models = {name: await closing(actors.reward_model(i, name)) for i, name in enumerate(config.reward.models)}
+        rewards = [await closing(actors.reward(i, limiter, models)) for i in range(config.reward.workers)]
         startup_s = config.policy.startup_timeout_s
-        for name, handles in (("retrieval", retrieval), ("reward", rewards)):
+        for name, handles in (("retrieval", retrieval), ("reward model", models.values()), ("reward", rewards)):
             await asyncio.gather(*(answer(h.ping.remote(), f"{name}: start", startup_s) for h in handles))
         search.announce(retrieval)
         await search.check()
@@ -223,9 +227,19 @@ class _Actors:
             self.config.reward.sandbox,
         )
 
-    def reward(self, index: int) -> Any:
+    def reward(self, index: int, limiter: ActorHandle | None, models: Mapping[str, ActorHandle]) -> Any:
         options = self._options("reward", index)
-        return RewardManagerActor.options(**options, max_restarts=-1).remote(self.config.reward, self.config.plugins)
+        return RewardManagerActor.options(**options, max_restarts=-1).remote(
+            self.config.reward, self.config.plugins, limiter, models
+        )
+
+    def reward_model(self, index: int, name: str) -> Any:
+        options = self._options("reward_model", index)
+        return RewardModelActor.options(**options, max_restarts=-1).remote(name, self.config.reward.models[name])
+
+    def limiter(self) -> Any:
+        """No bundle of its own: it asks for no CPU."""
+        return JudgeLimiterActor.options(max_restarts=-1).remote(self.config.reward.styles)
 
     def retrieval(self, index: int, folder: Path) -> Any:
         options = self._options("retrieval", index)

@@ -128,7 +128,7 @@ def _dotted(raw: Mapping, prefix: str = "") -> Iterator[str]:
 def _unknown_key(key: str) -> str:
     """Name the nearest known key: within the section, then as a whole, then by the last part in any section."""
     section, _, name = key.rpartition(".")
-    by_name = {known.rpartition(".")[2]: known for known in fields()}
+    by_name = {known.rpartition(".")[2]: known for known in fields() if "<name>" not in known}
     siblings = {known.rpartition(".")[2]: known for known in fields() if known.rpartition(".")[0] == section}
     wholes = {known: known for known in fields()}
     searches = ((name, siblings, 0.6), (key, wholes, 0.8), (name, by_name, 0.8), (key, wholes, 0.0))

@@ -282,7 +282,7 @@ class Judge(Section):
 
 
 class RewardModel(Section):
-    """`style: model`: a sequence-classification head (Bradley-Terry) or a process reward model, on its own placement."""
+    """`style: model`: a Bradley-Terry or process reward model, on its own placement."""
 
     folder: str = ""
     """Local Hugging Face folder, with its own tokenizer."""
@@ -382,6 +382,15 @@ class Reward(Section):
         if "part" in self.styles:
             raise ValueError("reward.styles: 'part' is what the parts are reported under; name this one otherwise")
         return self
+
+    @property
+    def models(self) -> dict[str, RewardModel]:
+        """Reward models by the names of their parts; each has an actor of its own."""
+        return {name: style.reward_model for name, style in self.styles.items() if style.style == "model"}
+
+    @property
+    def has_judges(self) -> bool:
+        return any(style.style == "api" for style in self.styles.values())
 
 
 class MemoryReward(Section):

@@ -18,13 +18,21 @@ from pathlib import Path
 
 import yaml
 
-from mempo_ray.config.models import ModelShape
+from mempo_ray.config.models import ModelShape, read_model_shape
 from mempo_ray.config.schema import Config
 from mempo_ray.errors import ConfigError, PlacementError
 
 GB = 1e9
 
-CPU_WEIGHTS = {"policy": 4, "rollout": 4, "retrieval": 2, "agent_loop": 1, "reward": 1, "batch_executor": 1}
+CPU_WEIGHTS = {
+    "policy": 4,
+    "rollout": 4,
+    "retrieval": 2,
+    "agent_loop": 1,
+    "reward": 1,
+    "reward_model": 4,
+    "batch_executor": 1,
+}
 """How the run's CPUs are shared out: an actor of a role with weight 4 gets twice that of one with weight 2."""
 
 TRAINING_ROLES = ("policy", "batch_executor")
@@ -36,6 +44,7 @@ PROCESS_GB = {
     "retrieval": 0.4,
     "agent_loop": 0.2,
     "reward": 0.2,
+    "reward_model": 0.6,
     "batch_executor": 0.2,
 }
 """Resident memory of an idle actor with its imports (GB): torch in a rank, vLLM and its engine process in a rollout."""
@@ -169,7 +178,7 @@ def make_plan(
         with_policy: False for a run that only generates (`mempo-ray eval`, `ask`).
     """
     layout = config.placement.layout
-    counts = {name: n for name, n in _counts(config).items() if with_policy or name not in TRAINING_ROLES}
+    counts = {name: n for name, n in _counts(config).items() if n and (with_policy or name not in TRAINING_ROLES)}
     cpus = _share_cpus(counts, config.placement.num_cpus)
     gpus = _gpus_each(config)
     roles = tuple(
@@ -208,6 +217,7 @@ def _counts(config: Config) -> dict[str, int]:
         "rollout": config.rollout.replicas,
         "retrieval": config.retrieval.replicas if config.retrieval.needs_index else 0,
         "reward": config.reward.workers,
+        "reward_model": len(config.reward.models),
         "agent_loop": config.agent.workers,
         "batch_executor": 1,
     }
@@ -227,6 +237,7 @@ def _gpus_each(config: Config) -> dict[str, float]:
         "rollout": 0 if layout == "cpu" else shared * config.rollout.tensor_parallel,
         "retrieval": 1 if config.retrieval.device == "cuda" else 0,
         "reward": 0,
+        "reward_model": 1 if any(model.device == "cuda" for model in config.reward.models.values()) else 0,
         "agent_loop": 0,
         "batch_executor": 0,
     }
@@ -277,6 +288,12 @@ def _memory(
             gpu["KV cache"] = max(0.0, reserved - weights)
         else:
             host["KV cache"] = rollout.kv_cache_gb * 2**30 / GB
+    if name == "reward_model":
+        for section in config.reward.models.values():  # the largest: all actors of a role are alike
+            shape = read_model_shape(section.folder)
+            weights = (4 if section.dtype == "float32" else 2) * shape.num_params / GB if shape is not None else 0.0
+            where = gpu if section.device == "cuda" else host
+            where["weights"] = max(where.get("weights", 0.0), weights)
     if name == "retrieval" and config.retrieval.embeddings:
         file = Path(config.retrieval.embeddings)
         # a .npy of 16-bit floats becomes a 32-bit index

@@ -158,6 +158,12 @@ class _Refused(Exception):
     """A reply that no further try will change."""
 
 
+def check_judge(name: str, judge: Judge) -> None:
+    """Raises ConfigError as `ApiJudge` does."""
+    load_template(f"reward.styles.{name}.judge.template", judge.template)
+    _authorization(name, judge)
+
+
 def load_template(key: str, path: str) -> jinja2.Template:
     """Raises ConfigError: the file cannot be read or is not a jinja template."""
     try:

@@ -1,0 +1,125 @@
+"""A reward model's scores are those of transformers, whatever else is in the micro-batch, at the token that counts."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForSequenceClassification,
+    Qwen2ForTokenClassification,
+)
+
+from mempo_ray.actors.reward_model import RewardModelWorker
+from mempo_ray.config.schema import RewardModel as Section
+from mempo_ray.contracts import Scored
+from mempo_ray.errors import ConfigError, DataError
+from mempo_ray.training.reward_model import RewardModel, turn_ends
+
+TINY = Path(__file__).parents[2] / "mempo_ray" / "assets" / "tiny_policy"
+QUESTION, TURNS = "mentor Boko ?", ("mentor Boko Sari .", "mentor Sari Boko . mentor")
+
+
+def save_model(folder: Path, kind: type, num_labels: int) -> Path:
+    """A random two-layer model with a head that tells texts apart, beside the tiny policy's tokenizer."""
+    torch.manual_seed(3)
+    config = Qwen2Config(
+        vocab_size=600,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_labels=num_labels,
+        pad_token_id=0,
+        initializer_range=0.3,
+    )
+    kind(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bradley_terry(tmp_path_factory) -> Path:
+    return save_model(tmp_path_factory.mktemp("bt"), Qwen2ForSequenceClassification, 1)
+
+
+@pytest.fixture(scope="module")
+def process_model(tmp_path_factory) -> Path:
+    return save_model(tmp_path_factory.mktemp("prm"), Qwen2ForTokenClassification, 2)
+
+
+def test_a_bradley_terry_score_is_the_logit_of_transformers_alone_and_in_company(bradley_terry):
+    model = RewardModel.from_folder(Section(folder=str(bradley_terry), squash=False))
+    long, short = model.encode(QUESTION, TURNS), model.encode(QUESTION, TURNS[:1])
+    referee = Qwen2ForSequenceClassification.from_pretrained(bradley_terry).eval()
+    with torch.inference_mode():
+        expected = [referee(torch.tensor([c.ids])).logits.item() for c in (long, short)]
+    assert abs(expected[0] - expected[1]) > 1e-3
+    together = [score for (score,) in model.score([long, short])]
+    alone = [score for c in (long, short) for (score,) in model.score([c])]
+    assert together == pytest.approx(expected, abs=1e-5)
+    assert alone == pytest.approx(expected, abs=1e-5)
+    squashed = RewardModel.from_folder(Section(folder=str(bradley_terry)))
+    assert squashed.score([long])[0][0] == pytest.approx(torch.tensor(expected[0]).sigmoid().item(), abs=1e-6)
+
+
+def test_the_conversation_is_the_templates(bradley_terry):
+    conversation = RewardModel.from_folder(Section(folder=str(bradley_terry))).encode("a", ("b", "c"))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(bradley_terry)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b\nc"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert list(conversation.ids) == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert conversation.ends == (len(conversation.ids) - 1,)
+
+
+def test_a_process_score_stands_at_the_end_of_its_turn(process_model):
+    model = RewardModel.from_folder(Section(folder=str(process_model), process=True))
+    conversation = model.encode(QUESTION, TURNS)
+    referee = Qwen2ForTokenClassification.from_pretrained(process_model).eval()
+    with torch.inference_mode():
+        good = referee(torch.tensor([conversation.ids])).logits.softmax(-1)[0, :, 1]
+    (scores,) = model.score([conversation])
+    assert scores == pytest.approx(good[list(conversation.ends)].tolist(), abs=1e-5)
+    first = model.encode(QUESTION, TURNS[:1])
+    assert conversation.ends[0] == first.ends[0]  # a later turn moves nothing
+
+
+def test_turn_ends_are_found_in_order_even_where_turns_are_alike():
+    assert turn_ends("q one one", ["one", "one"], [(0, 1), (2, 5), (6, 9)]) == (1, 2)
+    with pytest.raises(DataError, match="turn 1 is not in"):
+        turn_ends("q one", ["one", "two"], [(0, 1), (2, 5)])
+
+
+def test_what_is_no_reward_model_is_told_before_anything_is_scored(tmp_path, bradley_terry):
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        RewardModel.from_folder(Section(folder=str(tmp_path)))
+    three = save_model(tmp_path / "three", Qwen2ForSequenceClassification, 3)
+    with pytest.raises(ConfigError, match="3 labels, which is no reward model"):
+        RewardModel.from_folder(Section(folder=str(three)))
+    model = RewardModel.from_folder(Section(folder=str(bradley_terry), max_tokens=5))
+    with pytest.raises(DataError, match=r"more than reward_model\.max_tokens=5"):
+        model.encode(QUESTION, TURNS)
+
+
+async def test_waiting_requests_share_forwards_and_each_gets_its_own_score(process_model, bradley_terry):
+    worker = RewardModelWorker("rm", Section(folder=str(bradley_terry), squash=False, micro_batch_tokens=200))
+    alone = [await worker.score(QUESTION, TURNS[:n]) for n in (1, 2)]
+    scores = await asyncio.gather(*(worker.score(QUESTION, TURNS[:n]) for n in (1, 2) * 8))
+    assert all(isinstance(score, Scored) and score.process_scores is None for score in scores)
+    assert [s.score for s in scores] == pytest.approx([s.score for s in alone] * 8, abs=1e-5)
+    assert (await worker.take_stats())["num_micro_batches"] < 2 + 16
+    await worker.close()
+
+    process = RewardModelWorker("prm", Section(folder=str(process_model), process=True, aggregate="min"))
+    score = await process.score(QUESTION, TURNS)
+    assert score.score == min(score.process_scores)
+    assert len(score.process_scores) == 2
+    assert (await process.score(QUESTION, ("", "x"))).kind == "data"
+    await process.close()
