@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 from ray.actor import ActorHandle
 
@@ -41,9 +42,10 @@ class EngineLogProbs:
         if request.model != "live" or request.temperature != 1:
             raise ConfigError(f"log-probs {request.id}: engines hold the live policy only, and score at temperature 1")
         payload = request.payload.handle if request.payload is not None else None
+        sent = replace(request, payload=None)  # the reference itself is an argument: Ray fetches it for the engine
 
         def score(engine: ActorHandle, left_s: float) -> Awaitable[LogProbResult]:
-            return engine.score.remote(request, payload, left_s)
+            return engine.score.remote(sent, payload, left_s)
 
         async with self._turns.held_by("engines"), self._places:
             with self._busy():
