@@ -45,8 +45,8 @@ class RewardModel:
         num_labels = model.config.num_labels
         if self._head is None or num_labels not in (1, 2):
             raise ConfigError(
-                f"reward_model.folder: {settings.folder} holds a {type(model).__name__} with {num_labels} labels, which "
-                "is no reward model here: that is a decoder whose `score` head has one label, or two (bad, good)"
+                f"reward_model.folder: {settings.folder} holds a {type(model).__name__} with {num_labels} labels, "
+                "which is no reward model here: that is a decoder whose `score` head has one label, or two (bad, good)"
             )
 
     @classmethod

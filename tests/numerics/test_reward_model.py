@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import (
     PreTrainedTokenizerFast,
-    Qwen2Config,
     Qwen2ForSequenceClassification,
     Qwen2ForTokenClassification,
 )
@@ -20,29 +18,9 @@ from mempo_ray.config.schema import RewardModel as Section
 from mempo_ray.contracts import Scored
 from mempo_ray.errors import ConfigError, DataError
 from mempo_ray.training.reward_model import RewardModel, turn_ends
+from tests.fakes.reward_model import save_model, save_process_model
 
-TINY = Path(__file__).parents[2] / "mempo_ray" / "assets" / "tiny_policy"
 QUESTION, TURNS = "mentor Boko ?", ("mentor Boko Sari .", "mentor Sari Boko . mentor")
-
-
-def save_model(folder: Path, kind: type, num_labels: int) -> Path:
-    """A random two-layer model with a head that tells texts apart, beside the tiny policy's tokenizer."""
-    torch.manual_seed(3)
-    config = Qwen2Config(
-        vocab_size=600,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_labels=num_labels,
-        pad_token_id=0,
-        initializer_range=0.3,
-    )
-    kind(config).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(TINY / name, folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +30,7 @@ def bradley_terry(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def process_model(tmp_path_factory) -> Path:
-    return save_model(tmp_path_factory.mktemp("prm"), Qwen2ForTokenClassification, 2)
+    return save_process_model(tmp_path_factory.mktemp("prm"))
 
 
 def test_a_bradley_terry_score_is_the_logit_of_transformers_alone_and_in_company(bradley_terry):

@@ -144,6 +144,8 @@ def test_mistakes_in_the_section_are_told_before_anything_is_asked(tmp_path):
         ApiJudge("j", Judge(template=str(path), api_key_env="NO_SUCH_KEY"), limiter)
 
 
-@pytest.mark.parametrize(("header", "seconds"), [("3", 3.0), ("", None), ("soon", None), ("Fri, 01 Jan 2021 00:00:00 GMT", 0.0)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("header", "seconds"), [("3", 3.0), ("", None), ("soon", None), ("Fri, 01 Jan 2021 00:00:00 GMT", 0.0)]
+)
 def test_retry_after_names_seconds_or_a_date(header, seconds):
     assert retry_after_s(header) == seconds
