@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -171,3 +175,19 @@ def test_equal_memories_scored_in_one_run_have_no_advantage_at_all(baseline, tin
     assert len({sample.reward for trajectory in group for sample in trajectory.samples}) == 1
     (advantages,) = step_advantages([group], Algorithm(), switches)
     assert advantages.memory_GS == ((0.0,) * 3,) * 4
+
+
+# -- the benchmark ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_benchmark_prints_the_figures_of_each_length() -> None:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "benchmarks/memory_scoring.py", "--turns", "2,4", "--group", "2", "--repeat", "1"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=240, check=True)
+    two, four = json.loads(done.stdout)
+    assert (two["turns"], four["turns"]) == (2, 4)
+    for entry in (two, four):
+        assert entry["max_abs_error"] < 1e-5
+        assert entry["tokens_forest"] < entry["tokens_naive"]
+        assert {"seconds_naive", "seconds_forest", "speedup", "speedup_full"} <= entry.keys()
