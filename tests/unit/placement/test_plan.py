@@ -122,3 +122,15 @@ def test_a_file_that_is_no_shape_is_named(tmp_path, text):
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"placement\.cluster_shape"):
         read_cluster_shape(file)
+
+
+def test_each_reward_model_has_a_bundle_of_its_own():
+    styles = {
+        "em": {"scorer": "exact_match"},
+        "rm": {"style": "model", "reward_model": {"folder": "builtin:tiny", "device": "cuda"}},
+        "prm": {"style": "model", "reward_model": {"folder": "builtin:tiny", "device": "cuda", "process": True}},
+    }
+    plan = make_plan(build({"reward": {"manager": "hybrid", "styles": styles}}), GPU_BOX).require()
+    assert plan.gpus == 2
+    assert plan.bundle_of("reward_model", 0) != plan.bundle_of("reward_model", 1)
+    assert "weights" in plan.role("reward_model").gpu_gb
