@@ -3,7 +3,8 @@
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from retrieval_index.vector_file import ROWS_PER_SLICE
 
 from .conftest import facts
 
-NUM_SLICES = 3
+NUM_SLICES, PATIENCE_S = 3, 120.0
 CORPUS = [Document(f"d{i}", "", f"mentor n{i} n{i * 7 % 2500} .") for i in range(NUM_SLICES * ROWS_PER_SLICE - 100)]
 
 
@@ -129,31 +130,36 @@ def test_the_second_of_two_builds_of_one_folder_is_refused_and_harms_nothing(tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["flat", "ivf", "ivfpq"])
-def test_a_process_killed_at_random_times_ends_with_the_same_checksums(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "corpus.tsv"
-    count = 20_000
+def test_a_process_killed_at_random_points_ends_with_the_same_checksums(tmp_path: Path, kind: str) -> None:
+    path, count = tmp_path / "corpus.tsv", 20_000
     path.write_text("id\ttext\n" + "".join(f"d{i}\tmentor n{i} n{i * 7 % count} .\n" for i in range(count)))
+    num_slices = -(-count // ROWS_PER_SLICE)
 
     def start(out: str) -> subprocess.Popen:
         command = [sys.executable, "-m", "retrieval_index", "build", "--corpus", path, "--out", tmp_path / out]
         options = ["--encoder", "hash", "--dim", "64", "--kind", kind, "--nlist", "64", "--pq-bytes", "4"]
         return subprocess.Popen([*map(str, command), *options], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
-    started_s = time.monotonic()
-    assert start("whole").wait(120) == 0
-    whole_s = time.monotonic() - started_s
-    rng, kills = np.random.default_rng(5), 0
-    for _ in range(6):
+    def slices_done() -> int:
+        return sum(sum(marks.read_bytes()) for marks in (tmp_path / ".index.partial").glob("vectors-*.done"))
+
+    assert start("whole").wait(PATIENCE_S) == 0
+    rng = np.random.default_rng()
+    for until in sorted(rng.integers(0, num_slices, 3).tolist()):
         process = start("index")
-        try:
-            assert process.wait(float(rng.uniform(0.3, 0.9)) * whole_s) == 0
-            break
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(10)
-            kills += 1
-    else:
-        assert start("index").wait(120) == 0
-    assert kills > 0
+        kill_when(process, lambda until=until: slices_done() > until)
+        assert slices_done() > until, "what is marked stays marked"
+    assert start("index").wait(PATIENCE_S) == 0
     assert load(tmp_path / "index") == load(tmp_path / "whole")
     verify(tmp_path / "index")
+
+
+def kill_when(process: subprocess.Popen, reached: Callable[[], bool]) -> None:
+    """Look every 10 ms; a process that ends by itself, or never gets there, fails the test."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not reached():
+        assert time.monotonic() < deadline_s
+        with suppress(subprocess.TimeoutExpired):
+            pytest.fail(f"the build ended with {process.wait(0.01)} before it could be killed")
+    process.kill()
+    process.wait(10)
