@@ -46,13 +46,12 @@ def _lock(descriptor: int, partial: Path, out_dir: Path) -> None:
 
 def replace_folder(partial: Path, out_dir: Path) -> None:
     """Put the finished folder in place; an old one steps aside first, since a folder is not renamed over another."""
-    if not out_dir.exists():
-        partial.rename(out_dir)
-        return
-    old = out_dir.with_name(f".{out_dir.name}.old-{os.getpid()}")
-    out_dir.rename(old)
+    old = out_dir.with_name(f".{out_dir.name}.old")
+    shutil.rmtree(old, ignore_errors=True)  # of a build that was killed right here
+    if out_dir.exists():
+        out_dir.rename(old)
     partial.rename(out_dir)
-    shutil.rmtree(old)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def sync_tree(folder: Path) -> None:
