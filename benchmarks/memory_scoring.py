@@ -16,7 +16,8 @@ sent all requests at once, `naive` one sequence at a time. Seconds are this proc
 
 The worker is one FSDP2 rank on one core (OMP_NUM_THREADS=1). The model is a random 6-layer Llama, 256 wide, in float32
 (4,096 words, 4 heads of 64, 2 of keys, MLP 896). A trajectory has a question of 150 tokens, turns of 350 (200 written,
-of which the first 100 are the memory, and 150 of search result) and an answer of 16 behind a one-token opener.
+150 of search result), memories of 100 and an answer of 16 behind a one-token opener. All ids are random. (A real memory
+is the beginning of its output, so the forest would also merge that of turn 1: 100 tokens fewer.)
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ QUESTION, MEMORY, OUTPUT, TOOL, ANSWER = 150, 100, 200, 150, 16
 
 
 def random_group(num_turns: int, group: int, seed: int = 0) -> list[Trajectory]:
-    """Siblings of one question, of the lengths above; ids are random, so that nothing else is shared by chance."""
+    """Siblings of one question, of the lengths above; ids are random, so that nothing else is shared."""
     rng = np.random.default_rng((seed, num_turns))
 
     def ids(length: int) -> np.ndarray:
@@ -81,7 +82,12 @@ def random_group(num_turns: int, group: int, seed: int = 0) -> list[Trajectory]:
     probe = Probe((*opener.tolist(), *answer.tolist(), 0), 1, 1 + ANSWER)
     return [
         trajectory(
-            f"random-{num_turns}", sibling, probe, question, [(ids(OUTPUT), ids(TOOL)) for _ in range(num_turns)]
+            f"random-{num_turns}",
+            sibling,
+            probe,
+            question,
+            turns=[(ids(OUTPUT), ids(TOOL)) for _ in range(num_turns)],
+            memories=[ids(MEMORY) for _ in range(num_turns)],
         )
         for sibling in range(group)
     ]
@@ -93,10 +99,9 @@ def trajectory(
     probe: Probe,
     initial: np.ndarray,
     turns: Sequence[tuple[np.ndarray, np.ndarray]],
-    memories: Sequence[np.ndarray] | None = None,
+    memories: Sequence[np.ndarray],
 ) -> Trajectory:
-    """An episode with these outputs and search results; the memory of a turn is its first 100 tokens unless given."""
-    memories = memories or [output[:MEMORY] for output, _ in turns]
+    """An episode of these turns: output, search result, memory."""
     spans = {"mem": (0, 0), "think": (-1, -1), "search": (-1, -1), "answer": (-1, -1)}
     made = [
         Turn(
