@@ -13,7 +13,7 @@ from rich.console import Console
 from mempo_ray import doctor as doctor_
 from mempo_ray import driver
 from mempo_ray import fetch as fetch_
-from mempo_ray.config.load import fail, load_config
+from mempo_ray.config.load import fail, load_config, load_file
 from mempo_ray.errors import MempoError
 from mempo_ray.evaluation.transcript import episode_panels, episode_text
 from mempo_ray.preflight import preflight
@@ -104,6 +104,34 @@ def ask(
         console.print(episode_panels(trajectory))
     else:
         typer.echo(episode_text(trajectory))
+
+
+@app.command("reward-check")
+def reward_check(
+    overrides: Overrides = None,
+    config: Annotated[Path | None, typer.Option(help="A run's configuration; default: the quickstart's.")] = None,
+    responses: Annotated[
+        Path | None,
+        typer.Option(help="Score these: a run's trajectories/*.parquet, or rows with a column 'response'."),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Responses at most.")] = 64,
+    expect: Annotated[
+        float | None, typer.Option(help="Mean score that you expect; exit code 1 where it is off by more than chance.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for reward_check.json and reward_check.png.")] = None,
+) -> None:
+    """Score given or freshly sampled responses without training: histogram, failed rules, latency, examples."""
+    from mempo_ray import reward_check as reward_check_
+
+    loaded = load_file(config, overrides or ())
+    given = None if responses is None else reward_check_.check_given(loaded, responses, limit)
+    report = asyncio.run(given or reward_check_.check_sampled(loaded, limit))
+    Console().print(report.show())
+    if out is not None:
+        reward_check_.write_report(report, out)
+    if expect is not None and (problem := report.disagrees_with(expect)):
+        typer.echo(problem, err=True)
+        raise typer.Exit(1)
 
 
 @app.command(context_settings=OVERRIDES)

@@ -79,8 +79,10 @@ class RewardManagerWorker:
     async def score(self, batch: TrajectoryBatch) -> Score:
         """The outcome of the one trajectory in `batch`. kind of an Unscored: timeout | scorer_error | data | …"""
         response = to_score(batch, transcript=True)
-        if not isinstance(response, Response):
-            return response
+        return await self.judge(response) if isinstance(response, Response) else response
+
+    async def judge(self, response: Response) -> Score:
+        """The outcome of a response that is here already."""
         return with_tool_rewards(await self._host.score(response), response, self._settings)
 
     async def score_batch(self, batch: TrajectoryBatch) -> list[Score]:

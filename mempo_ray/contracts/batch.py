@@ -236,6 +236,28 @@ class Batch:
         columns |= {n: self.table.column(n) for n in self.table.column_names}
         return pa.table(columns)
 
+    @classmethod
+    def from_arrow(cls, table: pa.Table) -> Self:
+        """What `to_arrow` made of a batch. A typed batch takes its own columns and leaves the others.
+
+        Raises:
+            DataError: a column of the schema is missing or of another type.
+        """
+        table = table.select([n for n in table.column_names if n in cls.SCHEMA]) if cls.SCHEMA else table
+        table = table.combine_chunks()
+        ragged, fixed = {}, {}
+        for name, kind in zip(table.column_names, table.schema.types, strict=True):
+            column = table.column(name).combine_chunks()
+            if pa.types.is_large_list(kind):
+                offsets = column.offsets.to_numpy()
+                ragged[name] = Ragged(column.values.to_numpy()[: offsets[-1]], offsets)
+            elif pa.types.is_fixed_size_list(kind):
+                fixed[name] = column.values.to_numpy().reshape(-1, kind.list_size)
+            elif pa.types.is_integer(kind) or pa.types.is_floating(kind):
+                fixed[name] = column.to_numpy(zero_copy_only=False)
+        others = [n for n in table.column_names if n not in ragged and n not in fixed]
+        return cls(ragged, fixed, table.select(others))
+
     def to_parquet(self, path: Path | str) -> None:
         pq.write_table(self.to_arrow(), path)
 

@@ -21,7 +21,6 @@ import numpy as np
 
 from mempo_ray.contracts.trajectory import PayloadRef
 
-
 PART = "part/"
 """Before the names of a hybrid reward's parts in `Scored.extra`, which hold their scores before the weights."""
 

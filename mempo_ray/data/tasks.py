@@ -23,7 +23,6 @@ from mempo_ray.errors import DataError
 
 MAX_LISTED = 5  # rows in one message
 KEPT_COLUMNS = ("supporting_ids",)
-"""Columns beside ``metadata`` that travel in ``Task.metadata``."""
 
 
 def read_tasks(
@@ -31,6 +30,7 @@ def read_tasks(
     question_key: str = "question",
     answer_key: str = "golden_answers",
     check: Callable[[Task], Task] = lambda task: task,
+    kept: Sequence[str] = KEPT_COLUMNS,
 ) -> list[Task]:
     """All tasks of a source, in file order.
 
@@ -40,6 +40,7 @@ def read_tasks(
         answer_key: column of the gold answer(s).
         check: raises DataError for a task that nobody could score, or returns it with the golds that can be matched
             (`rewards.rows.row_check`).
+        kept: columns beside ``metadata`` that travel in `Task.metadata`.
 
     Raises:
         DataError: no such file, or rows that cannot be tasks; names the file, the first few of them (1 = first row)
@@ -53,7 +54,7 @@ def read_tasks(
     problems: list[str] = []
     for number, raw in enumerate(_raw_rows(path), start=1):
         try:
-            task = check(_task_of_row(_parsed(raw), question_key, answer_key, f"{path.stem}-{number}"))
+            task = check(_task_of_row(_parsed(raw), question_key, answer_key, f"{path.stem}-{number}", kept))
             if task.task_id in tasks:
                 raise DataError(f"id {task.task_id!r} is already row {numbers[task.task_id]}; ids must be different")
         except DataError as error:
@@ -161,7 +162,7 @@ def _parsed(raw: dict | bytes) -> dict:
     return row
 
 
-def _task_of_row(row: dict, question_key: str, answer_key: str, default_id: str) -> Task:
+def _task_of_row(row: dict, question_key: str, answer_key: str, default_id: str, kept: Sequence[str]) -> Task:
     question = row.get(question_key) or _verl_question(row)
     if not isinstance(question, str) or not question.strip():
         raise DataError(f"no question in column {question_key!r}; set data.question_key to the right column")
@@ -169,7 +170,7 @@ def _task_of_row(row: dict, question_key: str, answer_key: str, default_id: str)
     if answers is None:
         answers = _object(row, "reward_model").get("ground_truth")
     metadata = _object(row, "metadata") or _object(row, "extra_info")
-    metadata |= {name: row[name] for name in KEPT_COLUMNS if row.get(name) is not None}
+    metadata |= {name: row[name] for name in kept if row.get(name) is not None}
     return Task(
         task_id=str(row.get("id") or metadata.get("id") or default_id),
         question=question.strip(),
