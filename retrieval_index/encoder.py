@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -58,7 +60,7 @@ def make_encoder(name: str, *, device: str = "cpu", num_threads: int | None = No
 
     Args:
         device: where a transformer runs; like the threads, no part of the fingerprint.
-        num_threads: of torch in this process, set when a transformer encodes; None leaves torch's default.
+        num_threads: passes of a transformer side by side, one thread each; None is one, with torch's own threads.
         settings: as recorded in a manifest: `dim` for `hash`; `pooling`, `query_prefix`, `passage_prefix`,
             `max_length`, `normalised` for a folder. They go before those of the preset.
 
@@ -245,27 +247,40 @@ class TransformerEncoder:
         return tokenizer, model.to(self._device).eval()
 
     def _encode(self, texts: Sequence[str]) -> Vectors:
-        # Equal lengths side by side: a batch is as wide as its longest text.
+        # Equal lengths side by side: a pass is as wide as its longest text.
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+        num_rows = GPU_ROWS
+        if self._device == "cpu":
+            num_rows = max(1, min(CPU_ROWS, math.ceil(len(order) / (self._num_threads or 1))))
+        passes = [order[start : start + num_rows] for start in range(0, len(order), num_rows)]
+        # A tokenizer is not thread-safe, the model is.
+        tokens = [self._tokens([texts[i] for i in rows]) for rows in passes]
         vectors = np.zeros((len(texts), self.dim), np.float32)
-        num_rows = CPU_ROWS if self._device == "cpu" else GPU_ROWS
-        for start in range(0, len(order), num_rows):
-            rows = order[start : start + num_rows]
-            vectors[rows] = self._pooled([texts[i] for i in rows])
+        for rows, pooled_SH in zip(passes, self._map(self._pooled, tokens), strict=True):
+            vectors[rows] = pooled_SH
         return normalise(vectors) if self.settings["normalised"] else vectors
 
-    def _pooled(self, texts: list[str]) -> np.ndarray:
-        import torch
+    @cached_property
+    def _map(self) -> Callable[[Callable[[Any], np.ndarray], Sequence[Any]], Iterable[np.ndarray]]:
+        """Passes side by side, a thread each: on a CPU, threads within a pass wait for one another at every layer."""
+        if self._device != "cpu" or (self._num_threads or 1) == 1:
+            return map
+        return ThreadPoolExecutor(self._num_threads, thread_name_prefix="encoder").map
 
-        tokenizer, model = self._model
-        if self._num_threads is not None:
-            torch.set_num_threads(self._num_threads)  # here: OpenMP's setting belongs to the calling thread
-        batch = tokenizer(
+    def _tokens(self, texts: list[str]) -> Any:
+        tokenizer, _ = self._model
+        return tokenizer(
             texts, padding=True, truncation=True, max_length=self.settings["max_length"], return_tensors="pt"
         ).to(self._device)
+
+    def _pooled(self, tokens: Any) -> np.ndarray:
+        import torch
+
+        if self._num_threads is not None:
+            torch.set_num_threads(1)  # here: OpenMP's setting belongs to the calling thread
         with torch.inference_mode():
-            states_STH = model(**batch).last_hidden_state.float()
-            pooled_SH = POOLINGS[self.settings["pooling"]](states_STH, batch["attention_mask"])
+            states_STH = self._model[1](**tokens).last_hidden_state.float()
+            pooled_SH = POOLINGS[self.settings["pooling"]](states_STH, tokens["attention_mask"])
         return pooled_SH.cpu().numpy()
 
 
