@@ -56,8 +56,10 @@ def workplace(tmp_path):
     for name in ("my_questions.jsonl", "my_dev.jsonl"):
         (tmp_path / name).write_text(json.dumps({"q": "Who mentors Boko?", "a": "Sari"}) + "\n")
     (tmp_path / "my_passages.jsonl").write_text(json.dumps({"id": "1", "title": "", "text": "mentor Boko Sari ."}))
-    pieces = re.search(r"```python\n(.*?ADV_ESTIMATORS.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
-    (tmp_path / "my_pieces.py").write_text(pieces.group(1))
+    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    pieces = "\n\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    (tmp_path / "my_pieces.py").write_text(pieces)
+    (tmp_path / "my_reward.py").write_text(pieces)
     return tmp_path
 
 
