@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayError
 
-from mempo_ray.actors.calls import DIED, first_line
+from mempo_ray.actors.calls import first_line
 from mempo_ray.errors import CallFailed
 from mempo_ray.rewards.isolation import START_S, ProcessEnded, Setup, no_answer, reply_of, run_call
 
@@ -36,7 +36,7 @@ class RayScorerProcess:
     def prepare(self, setup: Setup) -> None:
         try:
             self.pid, reply = ray.get(self._host.prepare.remote(setup), timeout=START_S)
-        except (GetTimeoutError, *DIED) as error:
+        except RayError as error:
             raise CallFailed(f"a scorer process did not start: {first_line(error)}", "infrastructure") from None
         ready, text = pickle.loads(reply)
         if not ready:
@@ -48,7 +48,7 @@ class RayScorerProcess:
                 yield ray.get(self._host.run.remote(payload), timeout=timeout_s)
             except GetTimeoutError:
                 raise no_answer(timeout_s) from None
-            except DIED as error:
+            except RayError as error:
                 raise ProcessEnded(f"the scorer's process ended: {first_line(error)}") from None
 
     def kill(self) -> None:

@@ -202,7 +202,10 @@ class KillablePool(Executor):
             _close(call.future)
 
     def _start(self) -> ScorerProcess:
-        process = self._new_process()
+        try:
+            process = self._new_process()
+        except OSError as error:  # no memory, descriptors or processes left
+            raise CallFailed(f"a scorer process did not start: {error}", "infrastructure") from None
         with self._changed:
             self._processes.add(process)
             if self._cancelled:

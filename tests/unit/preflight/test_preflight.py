@@ -214,3 +214,18 @@ def test_a_cold_start_teaches_one_form_of_calls():
     with pytest.raises(ConfigError, match=r"tool_parser: the cold start teaches calls as tags, not as 'hermes'"):
         check_names(run(agent={"tool_parser": "hermes"}, cold_start={}))
     check_names(run(agent={"tool_parser": "hermes"}))
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"scorer": "exact_mach"}, "reward.scorer: unknown name 'exact_mach'"),
+        ({"scorer": "custom_function"}, "reward.styles.x.scorer: custom_function needs reward.custom_function.path"),
+        ({"style": "api", "judge": {"url": "http://j", "template": "none.jinja"}}, "none.jinja cannot be read"),
+        ({"style": "model", "reward_model": {"folder": "/no/model"}}, "/no/model has no config.json"),
+    ],
+)
+def test_what_a_part_of_a_hybrid_reward_names_must_be_there(part, words):
+    with pytest.raises(ConfigError) as caught:
+        check_names(run(reward={"manager": "hybrid", "styles": {"x": part}}))
+    assert words in str(caught.value)

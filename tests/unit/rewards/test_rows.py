@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mempo_ray.config.schema import CustomFunction, Reward
+from mempo_ray.config.schema import CustomFunction, Judge, Reward, Style
 from mempo_ray.contracts import Task
 from mempo_ray.data.tasks import read_tasks
 from mempo_ray.errors import ConfigError, DataError
@@ -109,3 +109,15 @@ def test_rows_of_verls_parquet_are_checked_with_their_numbers(tmp_path):
     _, second, third = str(caught.value).splitlines()
     assert second.strip().startswith("row 2: the answer 'many' is not a number")
     assert third.strip().startswith("row 3: data_source 'gms8k' has no scorer (did you mean 'gsm8k'?)")
+
+
+def test_under_a_hybrid_reward_every_rule_that_applies_must_be_able_to_use_the_row():
+    judge = Style(style="api", data_sources=("my-org/*",), judge=Judge(url="http://j", template="t"))
+    styles = {"number": Style(scorer="gsm8k", data_sources=("openai/gsm8k",)), "judge": judge}
+    check = row_check(Reward(manager="hybrid", styles=styles))
+    assert check(task("openai/gsm8k", "4")).golds == (("4",),)
+    assert check(task("my-org/essay", "anything")).golds == (("anything",),)
+    with pytest.raises(DataError, match="'four' is not a number"):
+        check(task("openai/gsm8k", "four"))
+    with pytest.raises(DataError, match=r"'nq': no part of reward\.styles scores it"):
+        check(task("nq", "x"))
