@@ -13,7 +13,8 @@ from typing import Annotated, Any, ParamSpec
 import typer
 
 from retrieval_index import manifest as manifests
-from retrieval_index.encoder import PRESETS, make_encoder
+from retrieval_index.encoder import make_encoder
+from retrieval_index.encoder_presets import PRESETS
 from retrieval_index.errors import QueryError, RetrievalIndexError
 from retrieval_index.manifest import Manifest
 from retrieval_index.plan import DENSE_KINDS, KINDS, Tuning

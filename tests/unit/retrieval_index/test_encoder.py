@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from retrieval_index.corpus import embedding_text
-from retrieval_index.encoder import HashEncoder, make_encoder, make_recorded_encoder, preset_folder
+from retrieval_index.encoder import HashEncoder, make_encoder, make_recorded_encoder
+from retrieval_index.encoder_presets import preset_folder
 from retrieval_index.errors import EncoderError
 from retrieval_index.manifest import EncoderRecord
 

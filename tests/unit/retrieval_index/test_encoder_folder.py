@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retrieval_index.encoder import PRESETS, make_encoder, preset_folder
+from retrieval_index.encoder import make_encoder
 from retrieval_index.encoder_folder import folder_max_length, folder_pooling, folder_prompts, refuse_unknown_modules
+from retrieval_index.encoder_presets import PRESETS, preset_folder
 from retrieval_index.errors import EncoderError
 
 

@@ -11,7 +11,8 @@ import pytest
 from retrieval_index.bm25 import Bm25Index
 from retrieval_index.build import build_index
 from retrieval_index.corpus import PassageStore
-from retrieval_index.encoder import Encoder, make_encoder, preset_folder
+from retrieval_index.encoder import Encoder, make_encoder
+from retrieval_index.encoder_presets import preset_folder
 from retrieval_index.errors import EncoderError
 from retrieval_index.evaluate import evaluate, read_questions
 from retrieval_index.index import PassageIndex
