@@ -38,7 +38,8 @@ from mempo_ray.data.world import is_synthetic, same_atlas
 from mempo_ray.errors import ConfigError, DataError, MempoError, ToolFailed
 from mempo_ray.observability.mirror import Mirror, find_checkpoint
 from mempo_ray.placement.machine import this_machine
-from mempo_ray.placement.plan import ClusterShape, Plan, make_plan, read_cluster_shape
+from mempo_ray.placement.plan import Plan, make_plan
+from mempo_ray.placement.shape import ClusterShape, read_cluster_shape
 from mempo_ray.rewards.registry import MANAGERS, SCORERS
 from mempo_ray.rewards.rows import has_programs, row_check
 from mempo_ray.rewards.sandbox import code_service, open_sandbox

@@ -14,6 +14,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[float, Field(ge=0)]
+LabelValue = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$")]
 
 
 class Section(BaseModel):
@@ -122,13 +123,29 @@ class Agent(Section):
     """Episodes in flight per worker."""
 
 
+class Scaling(Section):
+    """When a pool between `min_replicas` and `max_replicas` changes its size (placement/elastic.py)."""
+
+    up_wait_s: Positive = 10
+    """How long requests must have queued before the pool grows."""
+    down_idle_s: Positive = 300
+    """How long fewer replicas must have been enough before the pool shrinks; longer than an update takes."""
+    cooldown_s: NonNegative = 30
+    """Rest after a change."""
+    min_waiting_share: Share = 0.2
+    """Where the run waited for the pool in less of a step than this share, the pool is not what limits it: no growth."""
+
+
 class Rollout(Section):
     replicas: Count = 1
     """Engines at the start."""
     min_replicas: Annotated[int, Field(ge=0)] = 1
-    """Fewer live engines than this for `startup_timeout_s` ends the run."""
+    """Lower bound of the elastic pool. Fewer live engines than this for `startup_timeout_s` ends the run."""
     max_replicas: Count = 1
-    """Upper bound of the elastic pool."""
+    """Upper bound of the elastic pool; equal to `min_replicas`: the pool is fixed."""
+    scaling: Scaling = Scaling()
+    max_kv_use: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Mean share of the KV caches in use above which an elastic pool is too small, even if nothing queues."""
     temperature: Positive = 1.0
     """Sampling temperature in training; evaluation is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -596,7 +613,10 @@ class Placement(Section):
     timeout_s: Positive = 600
     """Longest wait for the cluster to hold the plan."""
     cluster_shape: str = ""
-    """YAML file with the largest shape that the cluster can take; '' = what is up."""
+    """File with the largest shape that the cluster can take: its own form, for `ray up`, or a RayCluster
+    (docs/architecture.md); '' = what is up, or what the autoscaler is known to add."""
+    labels: dict[Literal["policy", "rollout", "retrieval", "agent", "reward"], dict[str, LabelValue]] = {}
+    """Ray node labels that a role's nodes must have, e.g. {policy: {ray.io/market-type: on-demand}}."""
     address: str = ""
     """Ray address; '' = the cluster of this job, or a local one."""
     object_store_gb: Positive = 0.5

@@ -8,7 +8,7 @@ import subprocess
 
 import psutil
 
-from mempo_ray.placement.plan import ClusterShape, Node
+from mempo_ray.placement.shape import ClusterShape, Node
 
 
 def this_machine() -> ClusterShape:

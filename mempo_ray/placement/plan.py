@@ -4,119 +4,84 @@
              ├──▶ make_plan ──▶ Plan ──▶ table() (a person)   reserve() (Ray, placement/reserve.py)
     Shape ───┘                   └─────▶ shortages, notes
 
-One bundle holds one actor; in the colocated layout a rank and an engine share a bundle and its GPU. The whole run
-asks for at most `placement.num_cpus` logical CPUs, shared out as fractions: actors that wait most of the time need
-no core each, and two runs fit on two CPUs. The driver itself asks for none.
+One bundle holds one actor; in the colocated layout a rank and an engine share a bundle and its GPU. A bundle lies on
+one node, so a tensor-parallel engine is never split. The bundles of a role make a group with a strategy: ranks and
+engines are packed on few nodes, workers are spread over many. A replica that may leave again (`min_replicas`) is a
+group of its own. The whole run asks for at most `placement.num_cpus` logical CPUs, shared out as fractions: actors that
+wait most of the time need no core each, and two runs fit on two CPUs. The driver itself asks for none.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from itertools import groupby
 
-import yaml
-
-from mempo_ray.config.models import ModelShape, read_model_shape
+from mempo_ray.config.models import ModelShape
 from mempo_ray.config.schema import Config
-from mempo_ray.errors import ConfigError, PlacementError
-
-GB = 1e9
+from mempo_ray.errors import PlacementError
+from mempo_ray.placement.fit import Bundle, Group, Places, Strategy, fit, holds_alone
+from mempo_ray.placement.memory import Estimate, estimate
+from mempo_ray.placement.shape import ClusterShape, Node
 
 CPU_WEIGHTS = {
     "policy": 4,
+    "batch_executor": 1,
     "rollout": 4,
     "retrieval": 2,
-    "agent_loop": 1,
     "reward": 1,
     "reward_model": 4,
-    "batch_executor": 1,
+    "agent_loop": 1,
 }
-"""How the run's CPUs are shared out: an actor of a role with weight 4 gets twice that of one with weight 2."""
+"""How the run's CPUs are shared out: an actor of a role with weight 4 gets twice that of one with weight 2. Roles are
+reserved in this order."""
+
+STRATEGIES: Mapping[str, Strategy] = {
+    "policy": "PACK",  # ranks exchange gradients: few nodes
+    "rollout": "PACK",  # whole nodes stay free for others, or go back to the autoscaler
+    "retrieval": "SPREAD",
+    "reward": "SPREAD",
+    "reward_model": "SPREAD",
+    "agent_loop": "SPREAD",
+}
 
 TRAINING_ROLES = ("policy", "batch_executor")
 """Roles that a run without training leaves out."""
 
-PROCESS_GB = {
-    "policy": 0.6,
-    "rollout": 1.4,
-    "retrieval": 0.4,
-    "agent_loop": 0.2,
-    "reward": 0.2,
-    "reward_model": 0.6,
-    "batch_executor": 0.2,
-}
-"""Resident memory of an idle actor with its imports (GB): torch in a rank, vLLM and its engine process in a rollout."""
-
-
-@dataclass(frozen=True)
-class Node:
-    """One machine of the cluster, as Ray's logical resources see it."""
-
-    cpus: float
-    gpus: float = 0
-    memory_gb: float = 0.0
-    gpu_memory_gb: float = 0.0
-    name: str = ""
-
-
-@dataclass(frozen=True)
-class ClusterShape:
-    """The nodes that are up, or the most that the cluster can take (`placement.cluster_shape`)."""
-
-    nodes: tuple[Node, ...]
-    source: str = "this cluster"
-
-    @property
-    def cpus(self) -> float:
-        return sum(n.cpus for n in self.nodes)
-
-    @property
-    def gpus(self) -> float:
-        return sum(n.gpus for n in self.nodes)
-
-    @property
-    def memory_gb(self) -> float:
-        return sum(n.memory_gb for n in self.nodes)
-
-    @property
-    def gpu_memory_gb(self) -> float:
-        """Memory of the smallest GPU; 0 where unknown."""
-        return min((n.gpu_memory_gb for n in self.nodes if n.gpus), default=0.0)
+SECTIONS = {"batch_executor": "policy", "agent_loop": "agent", "reward_model": "reward"}
+"""Where `placement.labels` names a role by another word."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """`count` equal actors: logical CPUs and GPUs of each, and what is estimated to lie in memory (GB each)."""
+    """`count` equal actors: logical CPUs and GPUs of each, labels of their nodes, and what lies in their memory."""
 
     name: str
     count: int
     cpus: float
     gpus: float = 0
-    host_gb: Mapping[str, float] = field(default_factory=dict)
-    gpu_gb: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Bundle:
-    """Resources reserved together on one node, and the actors (role, index) that live on them."""
-
-    resources: Mapping[str, float]
-    tenants: tuple[tuple[str, int], ...]
+    labels: Mapping[str, str] = field(default_factory=dict)
+    memory: Estimate = field(default_factory=Estimate)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run asks of a cluster. `shortages` is empty when the shape holds it."""
+    """What a run asks of a cluster. `shortages` is empty when the shape holds it; `places` says where."""
 
     layout: str
     shape: ClusterShape
     roles: tuple[Role, ...]
-    bundles: tuple[Bundle, ...]
+    groups: tuple[Group, ...]
     object_store_gb: float
+    places: Places = ()
     shortages: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def bundles(self) -> tuple[Bundle, ...]:
+        return tuple(bundle for group in self.groups for bundle in group.bundles)
 
     @property
     def cpus(self) -> float:
@@ -128,17 +93,25 @@ class Plan:
 
     @property
     def host_gb(self) -> float:
-        return sum(r.count * sum(r.host_gb.values()) for r in self.roles) + self.object_store_gb
+        return sum(r.count * sum(r.memory.host.values()) for r in self.roles) + self.object_store_gb
 
     def role(self, name: str) -> Role:
-        return next(r for r in self.roles if r.name == name)
+        """Raises KeyError for a role that is not in the plan."""
+        return {role.name: role for role in self.roles}[name]
 
-    def bundle_of(self, role: str, index: int) -> int:
-        """Index of the bundle that holds an actor. Raises KeyError for an actor that is not in the plan."""
-        for position, bundle in enumerate(self.bundles):
-            if (role, index) in bundle.tenants:
-                return position
+    def find(self, role: str, index: int) -> tuple[int, int]:
+        """Positions of an actor's group, and of its bundle in it. Raises KeyError for an actor that is not planned."""
+        for g, group in enumerate(self.groups):
+            for b, bundle in enumerate(group.bundles):
+                if (role, index) in bundle.tenants:
+                    return g, b
         raise KeyError(f"the plan has no {role}[{index}]")
+
+    def node_of(self, role: str, index: int) -> Node | None:
+        """Where the plan expects an actor; None where nothing holds it. Ray decides (strategies are preferences)."""
+        group, bundle = self.find(role, index)
+        node = self.places[group][bundle]
+        return None if node is None else self.shape.nodes[node]
 
     def require(self) -> Plan:
         """The plan itself, or PlacementError with every shortage."""
@@ -147,18 +120,22 @@ class Plan:
         return self
 
     def table(self) -> str:
-        """The plan for a person: one line a role, then totals, notes and shortages."""
-        rows = [("role", "actors", "CPU each", "GPU each", "RAM GB each", "GPU GB each", "of which")]
+        """The plan for a person: where each role goes, what lies in memory, totals, notes and shortages."""
+        where: list[tuple[str, ...]] = [("role", "actors", "CPU each", "GPU each", "strategy", "bundles", "nodes")]
+        memory: list[tuple[str, ...]] = [("GB each (estimate)", "RAM", "GPU", "of which")]
+        number = {position: n for n, position in enumerate(self._positions())}
         for r in self.roles:
-            parts = [f"{what} {gb:.2f}" for what, gb in (*r.host_gb.items(), *r.gpu_gb.items()) if gb >= 0.005]
-            gpu_gb = f"{sum(r.gpu_gb.values()):.1f}" if r.gpu_gb else "-"
-            rows.append((r.name, str(r.count), f"{r.cpus:g}", f"{r.gpus:g}", f"{sum(r.host_gb.values()):.2f}", gpu_gb,
-                         ", ".join(parts)))  # fmt: skip
-        widths = [max(len(row[i]) for row in rows) for i in range(6)]
-        lines = [f"Plan: layout {self.layout} on {self.shape.source}", ""]
-        lines += ["  " + "  ".join(c.ljust(w) for c, w in zip(row, [*widths, 0], strict=True)) for row in rows]
+            at = [self.find(r.name, i) for i in range(r.count)]
+            nodes = Counter(node.name if (node := self.node_of(r.name, i)) else "NOWHERE" for i in range(r.count))
+            names = [f"{name} ×{times}" if times > 1 else name for name, times in nodes.items()]
+            where.append((r.name, str(r.count), f"{r.cpus:g}", f"{r.gpus:g}", self.groups[at[0][0]].strategy,
+                          _ranges([number[position] for position in at]), few(names)))  # fmt: skip
+            terms = [*r.memory.host.items(), *((f"GPU {what}", gb) for what, gb in r.memory.gpu.items())]
+            gpu_gb = f"{sum(r.memory.gpu.values()):.1f}" if r.memory.gpu else "-"
+            memory.append((r.name, f"{sum(r.memory.host.values()):.2f}", gpu_gb,
+                           ", ".join(f"{what} {gb:.2f}" for what, gb in terms if gb >= 0.005)))  # fmt: skip
+        lines = [f"Plan: layout {self.layout} on {self.shape.source}", "", *_columns(where), "", *_columns(memory), ""]
         lines += [
-            "",
             f"  asks for {self.cpus:g} CPUs and {self.gpus:g} GPUs; the cluster has {self.shape.cpus:g} and "
             f"{self.shape.gpus:g}",
             f"  about {self.host_gb:.1f} GB of host memory, {self.object_store_gb:g} GB of it object store (estimates)",
@@ -167,45 +144,32 @@ class Plan:
         lines += [f"  SHORT: {shortage}" for shortage in self.shortages]
         return "\n".join(lines)
 
+    def _positions(self) -> Iterator[tuple[int, int]]:
+        return ((g, b) for g, group in enumerate(self.groups) for b in range(len(group.bundles)))
+
 
 def make_plan(
     config: Config, shape: ClusterShape, model: ModelShape | None = None, *, with_policy: bool = True
 ) -> Plan:
-    """Bundles for every actor of a run, with what the shape lacks.
+    """Groups of bundles for every actor of a run, where they would lie, and what the shape lacks.
 
     Args:
         model: the policy's shape for the memory estimates; None leaves weights out and says so.
         with_policy: False for a run that only generates (`mempo-ray eval`, `ask`).
     """
-    layout = config.placement.layout
-    counts = {name: n for name, n in _counts(config).items() if n and (with_policy or name not in TRAINING_ROLES)}
-    cpus = _share_cpus(counts, config.placement.num_cpus)
+    counts = _counts(config)
+    names = [name for name in CPU_WEIGHTS if counts[name] and (with_policy or name not in TRAINING_ROLES)]
+    cpus = _share_cpus({name: counts[name] for name in names}, config.placement.num_cpus)
     gpus = _gpus_each(config)
     roles = tuple(
-        Role(name, count, cpus[name], gpus[name], *_memory(name, config, model, shape.gpu_memory_gb))
-        for name, count in counts.items()
-    )
-    bundles = _bundles(roles, layout)
-    plan = Plan(layout, shape, roles, bundles, config.placement.object_store_gb)
+        Role(name, counts[name], cpus[name], gpus[name], _labels_of(config, name),
+             estimate(name, config, model, shape.gpu_memory_gb))
+        for name in names
+    )  # fmt: skip
+    groups = _groups(roles, config)
+    plan = Plan(config.placement.layout, shape, roles, groups, config.placement.object_store_gb, fit(groups, shape))
     shortages = (*_contradictions(config), *_missing(plan, config))
     return replace(plan, shortages=shortages, notes=_notes(config, plan, model))
-
-
-def read_cluster_shape(file: str | Path) -> ClusterShape:
-    """A shape from YAML: `nodes: [{count: 1, cpus: 96, gpus: 8, memory_gb: 1000, gpu_memory_gb: 80}]`."""
-    try:
-        raw = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-        nodes = [
-            Node(**{k: v for k, v in entry.items() if k != "count"})
-            for entry in raw["nodes"]
-            for _ in range(int(entry.get("count", 1)))
-        ]
-    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"placement.cluster_shape: {file}: {error}; it takes "
-            "`nodes: [{count: 1, cpus: 96, gpus: 8, memory_gb: 1000, gpu_memory_gb: 80}]`."
-        ) from None
-    return ClusterShape(tuple(nodes), str(file))
 
 
 # -- what each role asks for --------------------------------------------------------------------------------
@@ -214,12 +178,12 @@ def read_cluster_shape(file: str | Path) -> ClusterShape:
 def _counts(config: Config) -> dict[str, int]:
     return {
         "policy": config.policy.ranks,
+        "batch_executor": 1,
         "rollout": config.rollout.replicas,
         "retrieval": config.retrieval.replicas if config.retrieval.needs_index else 0,
         "reward": config.reward.workers,
         "reward_model": len(config.reward.models),
         "agent_loop": config.agent.workers,
-        "batch_executor": 1,
     }
 
 
@@ -243,78 +207,55 @@ def _gpus_each(config: Config) -> dict[str, float]:
     }
 
 
-def _bundles(roles: Sequence[Role], layout: str) -> tuple[Bundle, ...]:
-    tenants = [(role, index) for role in roles for index in range(role.count)]
-    groups: dict[tuple[str, int], list[tuple[Role, int]]] = {}
-    for role, index in tenants:
-        # colocated: engine i joins rank i; engines beyond the ranks keep a bundle of their own (and are refused)
-        ranks = roles[0].count
-        join = layout == "colocated" and role.name == "rollout" and index < ranks
-        groups.setdefault(("policy", index) if join else (role.name, index), []).append((role, index))
+def _labels_of(config: Config, role: str) -> Mapping[str, str]:
+    section = SECTIONS.get(role, role)
+    return next((labels for name, labels in config.placement.labels.items() if name == section), {})
+
+
+def _groups(roles: Sequence[Role], config: Config) -> tuple[Group, ...]:
+    """A group a role, in the order of roles. The executor goes with the ranks; a colocated engine into a rank's bundle.
+
+    Example: 2 ranks, 3 engines of which 1 always stays, 1 worker, disaggregated: groups `policy` (2 ranks, executor),
+    `rollout` (engine 0), `rollout-1`, `rollout-2`, `agent_loop`.
+    """
+    colocated = config.placement.layout == "colocated"
+    groups: dict[str, dict[tuple[str, int], list[tuple[Role, int]]]] = {}
+    for role in roles:
+        for index in range(role.count):
+            # engines beyond the ranks keep a bundle of their own (and are refused)
+            joins = colocated and role.name == "rollout" and index < roles[0].count and roles[0].name == "policy"
+            home = "policy" if joins or role.name == "batch_executor" else role.name
+            name = own_group(home, index) if not joins and may_leave(config, role.name, index) else home
+            bundle = ("policy", index) if joins else (role.name, index)
+            groups.setdefault(name, {}).setdefault(bundle, []).append((role, index))
     return tuple(
-        Bundle(_resources([role for role, _ in group]), tuple((role.name, index) for role, index in group))
-        for group in groups.values()
+        Group(name, STRATEGIES[name.partition("-")[0]], tuple(_bundle(tenants) for tenants in bundles.values()))
+        for name, bundles in groups.items()
     )
 
 
-def _resources(roles: Sequence[Role]) -> dict[str, float]:
+def own_group(role: str, index: int) -> str:
+    """Name of the group of a replica that may leave."""
+    return f"{role}-{index}"
+
+
+def may_leave(config: Config, role: str, index: int) -> bool:
+    """Whether the elastic pool may give this replica back while the run goes on: its node must become free then."""
+    rollout = config.rollout
+    if role != "rollout" or config.placement.layout == "colocated" or rollout.min_replicas == rollout.max_replicas:
+        return False
+    return index >= max(1, rollout.min_replicas)
+
+
+def _bundle(tenants: Sequence[tuple[Role, int]]) -> Bundle:
+    roles = [role for role, _ in tenants]
     cpus, gpus = sum(r.cpus for r in roles), sum(r.gpus for r in roles)
-    # a rank alone in the colocated layout still needs a whole GPU
-    return {"CPU": round(cpus, 4)} | ({"GPU": float(math.ceil(gpus))} if gpus else {})
-
-
-# -- memory -------------------------------------------------------------------------------------------------
-
-
-def _memory(
-    name: str, config: Config, model: ModelShape | None, gpu_memory_gb: float
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Estimates (host GB, GPU GB) of one actor. On GPUs the tensors move to the second."""
-    host: dict[str, float] = {"process": PROCESS_GB[name]}
-    gpu: dict[str, float] = {}
-    on_gpu = config.placement.layout != "cpu"
-    if name == "policy" and model is not None:
-        parts = _policy_tensors_gb(config, model)
-        offloaded = {"optimiser", "reference"} if config.policy.cpu_offload else set()
-        for part, gb in parts.items():
-            (gpu if on_gpu and part not in offloaded else host)[part] = gb
-    if name == "rollout":
-        rollout, weights = config.rollout, 0.0
-        if model is not None:
-            weights = (4 if rollout.dtype == "float32" else 2) * model.num_params / GB
-            (gpu if on_gpu else host)["weights"] = weights
-        if on_gpu:
-            reserved = rollout.gpu_memory_utilization * gpu_memory_gb * rollout.tensor_parallel
-            gpu["KV cache"] = max(0.0, reserved - weights)
-        else:
-            host["KV cache"] = rollout.kv_cache_gb * 2**30 / GB
-    if name == "reward_model":
-        for section in config.reward.models.values():  # the largest: all actors of a role are alike
-            shape = read_model_shape(section.folder)
-            weights = (4 if section.dtype == "float32" else 2) * shape.num_params / GB if shape is not None else 0.0
-            where = gpu if section.device == "cuda" else host
-            where["weights"] = max(where.get("weights", 0.0), weights)
-    if name == "retrieval" and config.retrieval.embeddings:
-        file = Path(config.retrieval.embeddings)
-        # a .npy of 16-bit floats becomes a 32-bit index
-        host["index"] = 2 * file.stat().st_size / GB if file.is_file() else 0.0
-    return host, {k: v for k, v in gpu.items() if v}
-
-
-def _policy_tensors_gb(config: Config, model: ModelShape) -> dict[str, float]:
-    """One rank's shard: float32 master weights, gradients and AdamW moments, a compute copy and the reference."""
-    policy, shard = config.policy, model.num_params / config.policy.ranks
-    width = 2 if policy.dtype == "bfloat16" else 4
-    kept = model.hidden if policy.activation_checkpointing else 8 * model.hidden + 3 * model.intermediate
-    activations = policy.micro_batch_tokens * model.layers * kept * width
-    logits = policy.micro_batch_tokens // 2 * model.vocab * 4 * 2  # half of the positions are outputs; with gradient
-    return {
-        "weights": 4 * shard / GB + (2 * shard / GB if policy.dtype == "bfloat16" else 0),
-        "gradients": 4 * shard / GB,
-        "optimiser": 8 * shard / GB,
-        "reference": width * shard / GB if config.needs_reference else 0.0,
-        "activations": (activations + logits) / GB,
-    }
+    resources = {"CPU": round(cpus, 4)}
+    if gpus:
+        resources["GPU"] = float(math.ceil(gpus))  # a rank alone in the colocated layout still needs a whole GPU
+    labels = {key: value for role in roles for key, value in role.labels.items()}
+    memory_gb = sum(role.memory.sure_host_gb for role in roles)
+    return Bundle(resources, tuple((role.name, index) for role, index in tenants), labels, memory_gb)
 
 
 # -- what is short ------------------------------------------------------------------------------------------
@@ -333,31 +274,39 @@ def _contradictions(config: Config) -> list[str]:
                      "take CUDA IPC, all others nccl or pull; set weight_sync.transport=auto.")  # fmt: skip
     if transport == "nccl" and layout == "cpu":
         found.append("weight_sync.transport=nccl needs GPUs (placement.layout=disaggregated); set it to auto.")
-    if layout == "colocated" and config.rollout.tensor_parallel > 1:
+    if layout != "colocated":
+        return found
+    if config.rollout.tensor_parallel > 1:
         found.append("placement.layout=colocated shares one GPU between a rank and an engine: set "
                      "rollout.tensor_parallel=1, or layout=disaggregated.")  # fmt: skip
-    if layout == "colocated" and config.rollout.replicas > config.policy.ranks:
+    if config.rollout.replicas > config.policy.ranks:
         found.append(f"placement.layout=colocated: rollout.replicas={config.rollout.replicas} is more than "
                      f"policy.ranks={config.policy.ranks}; each engine shares a rank's GPU.")  # fmt: skip
+    ranks, engines = (config.placement.labels.get(role, {}) for role in ("policy", "rollout"))
+    for label in sorted(ranks.keys() & engines.keys()):
+        if ranks[label] != engines[label]:
+            found.append(f"placement.labels: colocated ranks and engines share nodes, but policy wants {label}="
+                         f"{ranks[label]} and rollout {label}={engines[label]}; make them equal.")  # fmt: skip
     return found
 
 
 def _missing(plan: Plan, config: Config) -> list[str]:
-    """Sentences for what the shape lacks; first in all, then bundle by bundle (a bundle lies on one node)."""
-    short = []
-    if plan.gpus > plan.shape.gpus:
+    """Sentences for what the shape lacks: of the whole cluster first, then of a node, then bundle by bundle."""
+    shape, short = plan.shape, []
+    if plan.gpus > shape.gpus:
         wants = _wants(plan, "gpus", "GPU")
-        short.append(f"{wants}; the cluster has {plan.shape.gpus:g} GPUs. Lower policy.ranks or rollout.replicas, "
+        short.append(f"{wants}; the cluster has {_amount(shape.gpus, 'GPU')}. Lower policy.ranks or rollout.replicas, "
                      "or set placement.layout=cpu and policy.device=cpu.")  # fmt: skip
-    if plan.cpus > plan.shape.cpus:
+    if plan.cpus > shape.cpus:
         wants = _wants(plan, "cpus", "CPU")
-        short.append(f"{wants}; the cluster has {plan.shape.cpus:g} CPUs. Lower placement.num_cpus "
+        short.append(f"{wants}; the cluster has {_amount(shape.cpus, 'CPU')}. Lower placement.num_cpus "
                      f"(now {config.placement.num_cpus:g}).")  # fmt: skip
     limit = config.placement.num_gpus
     if limit and plan.gpus > limit:
         short.append(f"{_wants(plan, 'gpus', 'GPU')}; placement.num_gpus allows {limit}. Raise it, or lower "
                      "policy.ranks or rollout.replicas.")  # fmt: skip
-    return short or _unplaced(plan)
+    short += _gpu_memory_short(plan, config)
+    return short or [*_too_large(plan, config)] or _unplaced(plan)
 
 
 def _wants(plan: Plan, attribute: str, unit: str) -> str:
@@ -366,27 +315,88 @@ def _wants(plan: Plan, attribute: str, unit: str) -> str:
         each = getattr(role, attribute)
         if each:
             times = f" ({role.count} × {each:g})" if role.count > 1 else ""
-            total = each * role.count
-            parts.append(f"{role.name} needs {total:g} {unit}{'' if total == 1 else 's'}{times}")
+            parts.append(f"{role.name} needs {_amount(each * role.count, unit)}{times}")
     return ", ".join(parts)
 
 
-def _unplaced(plan: Plan) -> list[str]:
-    """First fit, largest first: which bundles find no node although the sums are enough."""
-    free = [{"CPU": n.cpus, "GPU": n.gpus} for n in plan.shape.nodes]
-    short = []
-    for bundle in sorted(plan.bundles, key=lambda b: (-b.resources.get("GPU", 0), -b.resources.get("CPU", 0))):
-        need = bundle.resources
-        node = next((f for f in free if all(f[k] + 1e-9 >= v for k, v in need.items())), None)
-        if node is None:
-            who = " and ".join(f"{role}[{index}]" for role, index in bundle.tenants)
-            what = " and ".join(f"{amount:g} {unit}" for unit, amount in need.items())
-            left = "; ".join(f"{f['CPU']:g} CPU, {f['GPU']:g} GPU" for f in free) or "no node at all"
-            short.append(f"{who} needs {what} on one node; left on the nodes: {left}. Larger nodes, or fewer actors.")
+def _amount(number: float, unit: str) -> str:
+    return f"{number:g} {unit}{'' if number == 1 else 's'}"
+
+
+def _too_large(plan: Plan, config: Config) -> Iterator[str]:
+    """Bundles that no single node holds, however empty; of equal ones the first."""
+    seen: set[object] = set()
+    for bundle in plan.bundles:
+        kind = (bundle.need, tuple(bundle.labels.items()), bundle.tenants[0][0])
+        if kind in seen:
+            continue
+        seen.add(kind)
+        labelled = [node for node in plan.shape.nodes if node.has(bundle.labels)]
+        if not labelled:
+            role = next(iter(bundle.tenants))[0]
+            yield (f"{who(bundle)} needs a node labelled {_labels(bundle.labels)} (placement.labels."
+                   f"{SECTIONS.get(role, role)}), which no node has; {_labels_there(plan.shape)}.")  # fmt: skip
+        elif not any(holds_alone(node, bundle) for node in labelled):
+            yield _no_node_holds(bundle, labelled, config)
+
+
+def _no_node_holds(bundle: Bundle, nodes: Sequence[Node], config: Config) -> str:
+    cpus, gpus, memory_gb = bundle.need
+    among = f" with {_labels(bundle.labels)}" if bundle.labels else ""
+    most = max(node.gpus for node in nodes)
+    if gpus > most:
+        wide = f" (rollout.tensor_parallel={gpus:g})" if bundle.tenants[0][0] == "rollout" else ""
+        return (f"{who(bundle)} needs {_amount(gpus, 'GPU')} on one node{wide}; the largest node{among} has "
+                f"{_amount(most, 'GPU')}. Lower rollout.tensor_parallel, or add larger nodes.")  # fmt: skip
+    if memory_gb > max(node.memory_gb or math.inf for node in nodes):
+        return (f"{who(bundle)} holds about {memory_gb:.1f} GB in memory; the largest node{among} has "
+                f"{max(node.memory_gb for node in nodes):.1f} GB. {_memory_remedy(bundle)}")  # fmt: skip
+    most = max(node.cpus for node in nodes)
+    if cpus > most:
+        return (f"{who(bundle)} needs {_amount(cpus, 'CPU')} on one node; the largest node{among} has "
+                f"{_amount(most, 'CPU')}. Lower placement.num_cpus (now {config.placement.num_cpus:g}).")  # fmt: skip
+    return f"{who(bundle)} needs {describe(bundle)} on one node{among}; no node has all of it. Add larger nodes."
+
+
+def _memory_remedy(bundle: Bundle) -> str:
+    remedies = {
+        "policy": "Raise policy.ranks over more nodes, or take a smaller policy.model.",
+        "rollout": "Lower rollout.kv_cache_gb, or set rollout.dtype=bfloat16.",
+        "retrieval": "Take a smaller index (retrieval.kind=ivfpq), or larger nodes.",
+    }
+    return remedies.get(bundle.tenants[0][0], "Add larger nodes.")
+
+
+def _gpu_memory_short(plan: Plan, config: Config) -> Iterator[str]:
+    gpu_gb = plan.shape.gpu_memory_gb
+    for role in plan.roles if gpu_gb else ():
+        has = gpu_gb * max(1, role.gpus)
+        if role.name == "rollout":
+            needs, has = role.memory.gpu.get("weights", 0.0), has * config.rollout.gpu_memory_utilization
+            remedy = "Raise rollout.tensor_parallel or rollout.gpu_memory_utilization."
         else:
-            for unit, amount in need.items():
-                node[unit] -= amount
-    return short
+            needs = role.memory.sure_gpu_gb
+            is_policy = role.name == "policy"
+            remedy = "Raise policy.ranks, or set policy.cpu_offload=true." if is_policy else "Use device=cpu."
+        if needs > has:
+            yield f"{role.name}: about {needs:.1f} GB in GPU memory, where {has:.1f} GB are to be had. {remedy}"
+
+
+def _unplaced(plan: Plan) -> list[str]:
+    """Bundles that find no node although each would, alone: the others are in their way."""
+    left = [[node.cpus, node.gpus] for node in plan.shape.nodes]
+    lost: list[Bundle] = []
+    for bundle, node in zip(plan.bundles, (n for group in plan.places for n in group), strict=True):
+        if node is None:
+            lost.append(bundle)
+        else:
+            left[node][0] -= bundle.need[0]
+            left[node][1] -= bundle.need[1]
+    rest = few([f"{node.name or 'a node'} {cpus:g} CPU, {gpus:g} GPU"
+                 for node, (cpus, gpus) in zip(plan.shape.nodes, left, strict=True)], "; ")  # fmt: skip
+    limit = f" (at most {plan.shape.max_nodes} nodes at once)" if plan.shape.max_nodes else ""
+    return [f"{who(bundle)} needs {describe(bundle)} on one node; left beside the others{limit}: "
+            f"{rest or 'no node at all'}. Larger nodes, or fewer actors." for bundle in lost]  # fmt: skip
 
 
 def _notes(config: Config, plan: Plan, model: ModelShape | None) -> tuple[str, ...]:
@@ -397,12 +407,57 @@ def _notes(config: Config, plan: Plan, model: ModelShape | None) -> tuple[str, .
         notes.append("colocated: memory scoring waits for generation to end (memory_reward.streaming has no effect)")
     if plan.layout == "cpu":
         notes.append("vLLM on CPU cannot sleep: engine and policy hold their memory during the whole run")
+    elastic = [i for i in range(config.rollout.max_replicas) if may_leave(config, "rollout", i)]
+    if elastic:
+        notes.append(f"elastic: {config.rollout.min_replicas} to {config.rollout.max_replicas} engines; from "
+                     f"rollout[{elastic[0]}] on each has a group of its own, so its node can be freed")  # fmt: skip
     memory_gb, gpu_gb = plan.shape.memory_gb, plan.shape.gpu_memory_gb
     if memory_gb and plan.host_gb > memory_gb:
         notes.append(f"about {plan.host_gb:.1f} GB of host memory estimated, the nodes have {memory_gb:.1f} GB: lower "
                      "policy.micro_batch_tokens, rollout.kv_cache_gb or placement.object_store_gb")  # fmt: skip
     for role in plan.roles:
-        need = sum(role.gpu_gb.values())
+        need = sum(role.memory.gpu.values())
         if gpu_gb and need > gpu_gb * max(1, role.gpus):
             notes.append(f"{role.name}: about {need:.0f} GB of GPU memory estimated, a GPU has {gpu_gb:.0f} GB")
     return tuple(notes)
+
+
+# -- words --------------------------------------------------------------------------------------------------
+
+
+def who(bundle: Bundle) -> str:
+    """Example: `policy[0] and rollout[0]`."""
+    return " and ".join(f"{role}[{index}]" for role, index in bundle.tenants)
+
+
+def describe(bundle: Bundle, *, with_memory: bool = True) -> str:
+    """Example: `1 GPU, 0.5 CPU, about 3.2 GB of memory, ray.io/market-type=spot`."""
+    cpus, gpus, memory_gb = bundle.need
+    parts = [f"{gpus:g} GPU" if gpus else "", f"{cpus:g} CPU", f"about {memory_gb:.1f} GB of memory" * with_memory]
+    return ", ".join(part for part in [*parts, _labels(bundle.labels)] if part)
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in sorted(labels.items()))
+
+
+def _labels_there(shape: ClusterShape) -> str:
+    there = sorted({f"{key}={value}" for node in shape.nodes for key, value in node.labels.items()})
+    return f"labels that nodes have: {few(there)}" if there else "no node has any label"
+
+
+def few(words: Sequence[str], between: str = ", ", most: int = 8) -> str:
+    """The first of many words, and how many more there are."""
+    more = f"{between}{len(words) - most} more" if len(words) > most else ""
+    return between.join(words[:most]) + more
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Example: [0, 1, 2, 5] → '0-2, 5'."""
+    runs = [list(run) for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs)
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    return ["  " + "  ".join(c.ljust(w) for c, w in zip(row, [*widths, 0], strict=True)) for row in rows]

@@ -30,7 +30,7 @@ HOMES = {
     "data": {"tasks.py", "session.py", "preflight.py"},
     "eval": {"session.py", "driver.py"},
     "memory_reward": {"memory_reward.py", "experience.py"},
-    "placement": {"plan.py", "cluster.py", "fleet.py", "preflight.py"},
+    "placement": {"plan.py", "memory.py", "cluster.py", "fleet.py", "preflight.py"},
     "policy": {"rank.py", "policy.py", "model.py", "sharding.py", "step.py"},
     "retrieval": {"retrieval.py", "search.py"},
     "reward": {
@@ -50,6 +50,7 @@ HOMES = {
     "reward.styles.<name>.reward_model": {"reward_model.py", "plan.py", "hybrid_host.py"},
     "reward.sandbox": {"outcome.py", "local.py", "remote.py"},
     "rollout": {"rollout.py", "vllm_engine.py", "engine.py", "episode.py", "fleet.py"},
+    "rollout.scaling": {"elastic.py"},
     "run": {"driver.py", "session.py"},
     "weight_sync": {"weight_sync.py", "fleet.py", "rollout.py", "vllm_engine.py"},
 }

@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted([*(ROOT / "mempo_ray").rglob("*.py"), *(ROOT / "retrieval_index").rglob("*.py")])
 
 ALLOWED = {
-    "ray": ["mempo_ray/actors/*", "mempo_ray/placement/reserve.py", "mempo_ray/placement/elastic.py",
+    "ray": ["mempo_ray/actors/*", "mempo_ray/placement/reserve.py", "mempo_ray/placement/ray_state.py",
+            "mempo_ray/placement/elastic.py",
             "retrieval_index/distributed.py", "retrieval_index/serving_pool.py"],
     "vllm": ["mempo_ray/generation/vllm_*.py"],
     "faiss": ["retrieval_index/*"],

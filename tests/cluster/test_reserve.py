@@ -1,12 +1,14 @@
-"""A plan becomes real bundles on a real local Ray."""
+"""A plan becomes real bundles on a real local Ray; a wait says what is missing and who holds it."""
 
 import asyncio
+import logging
 
 import pytest
 import ray
 
 from mempo_ray.config.load import build
 from mempo_ray.errors import PlacementError
+from mempo_ray.placement import reserve as reserve_module
 from mempo_ray.placement.plan import make_plan
 from mempo_ray.placement.reserve import cluster_shape, reserve
 
@@ -15,7 +17,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module", autouse=True)
 def _cluster():
-    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100_000_000)
+    ray.init(
+        address="local", num_cpus=2, include_dashboard=False, object_store_memory=100_000_000, namespace="first-run"
+    )
     yield
     ray.shutdown()
 
@@ -26,43 +30,92 @@ class Place:
         return ray.get_runtime_context().get_placement_group_id()
 
 
+def plan_of(num_cpus: float = 1.0, **sections):
+    return make_plan(build({"placement": {"num_cpus": num_cpus}, **sections}), cluster_shape())
+
+
 async def test_every_actor_of_the_plan_starts_in_its_bundle_and_two_runs_fit_on_two_cpus():
-    plans = [make_plan(build({}), cluster_shape()).require() for _ in range(2)]
+    plans = [plan_of().require() for _ in range(2)]
     reservations = [await reserve(plan, 30) for plan in plans]
     for reservation in reservations:
-        actors = [
-            Place.options(**reservation.options(role.name, i)).remote()
+        actors = {
+            (role.name, i): Place.options(**reservation.options(role.name, i)).remote()
             for role in reservation.plan.roles
             for i in range(role.count)
+        }
+        places = ray.get([a.bundle.remote() for a in actors.values()], timeout=120)
+        groups = [
+            reservation.groups[reservation.plan.groups[reservation.plan.find(*actor)[0]].name] for actor in actors
         ]
-        places = ray.get([a.bundle.remote() for a in actors], timeout=120)
-        assert places == [reservation.group.id.hex()] * len(actors)
-        for actor in actors:
+        assert places == [group.id.hex() for group in groups]
+        for actor in actors.values():
             ray.kill(actor)
     for reservation in reservations:
         reservation.release()
 
 
-async def test_a_busy_cluster_ends_the_wait_with_what_is_not_free():
-    held = await reserve(make_plan(build({"placement": {"num_cpus": 2}}), cluster_shape()), 30)
-    with pytest.raises(PlacementError, match=r"CPU 0\S* free of 0\.99"):
-        await reserve(make_plan(build({}), cluster_shape()), 0.5)
+async def test_a_busy_cluster_says_who_holds_it_at_once_and_ends_the_wait_with_the_same_words(monkeypatch, caplog):
+    monkeypatch.setattr(reserve_module, "FIRST_WORDS_S", 0.3)
+    held = await reserve(plan_of(1.9), 30)
+    other = Place.options(name="greedy", num_cpus=0.1).remote()
+    ray.get(other.bundle.remote(), timeout=60)
+    with caplog.at_level(logging.WARNING), pytest.raises(PlacementError) as caught:
+        await reserve(plan_of(), 1.5)
     held.release()
+    ray.kill(other)
+    said = [record.getMessage() for record in caplog.records if "waiting for the cluster" in record.getMessage()]
+    for words in (said[0], str(caught.value)):
+        assert "policy[0], batch_executor[0], rollout[0]" in words
+        assert "asked for 2 × (0.3076 CPU), 3 × (0.0769 CPU), 1 × (0.1538 CPU)" in words
+        assert "free now: " in words
+        assert "held by run first-run (1.89" in words
+        assert "actor greedy of first-run (0.1 CPU)" in words
+    assert str(caught.value).startswith("placement.timeout_s: after 1.5 s the cluster has not given")
 
 
-async def test_an_actor_that_is_not_in_the_plan_is_refused():
-    reservation = await reserve(make_plan(build({}), cluster_shape()), 30)
-    with pytest.raises(KeyError, match="rollout"):
-        reservation.options("rollout", 5)
+async def test_two_reservations_that_hold_half_each_do_not_wait_for_each_other_for_ever(monkeypatch):
+    monkeypatch.setattr(reserve_module, "GRACE_S", 0.3)
+    monkeypatch.setattr(reserve_module, "GIVE_WAY_S", 1.0)
+    plan = plan_of(1.4).require()
+
+    async def hold() -> None:
+        (await reserve(plan, 60)).release()
+
+    await asyncio.gather(*(hold() for _ in range(3)))
+
+
+async def test_a_replica_of_its_own_group_is_given_back_and_may_come_again_without_one():
+    pool = {"rollout": {"replicas": 2, "min_replicas": 1, "max_replicas": 3}}
+    reservation = await reserve(plan_of(**pool), 30)
+    before = ray.available_resources()["CPU"]
+    assert not reservation.give_back("rollout", 0)  # always stays
+    assert reservation.give_back("rollout", 1)
+    assert not reservation.give_back("rollout", 1)
+    assert not reservation.give_back("rollout", 2)  # was never reserved
+    async with asyncio.timeout(30):
+        while ray.available_resources()["CPU"] <= before:  # Ray removes groups in the background
+            await asyncio.sleep(0.1)
+    for index in (1, 2):
+        assert reservation.options("rollout", index) == {
+            "num_cpus": reservation.plan.role("rollout").cpus,
+            "num_gpus": 0,
+        }
+    reservation.release()
+
+
+async def test_a_role_that_is_not_in_the_plan_is_refused():
+    reservation = await reserve(plan_of(), 30)
+    with pytest.raises(KeyError, match="judge"):
+        reservation.options("judge", 0)
     reservation.release()
 
 
 async def test_who_stops_waiting_gives_everything_back():
-    held = await reserve(make_plan(build({"placement": {"num_cpus": 2}}), cluster_shape()), 30)
-    waiting = asyncio.create_task(reserve(make_plan(build({}), cluster_shape()), 30))
+    held = await reserve(plan_of(2), 30)
+    waiting = asyncio.create_task(reserve(plan_of(), 30))
     await asyncio.sleep(0)  # it has asked
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
     held.release()
-    (await reserve(make_plan(build({"placement": {"num_cpus": 2}}), cluster_shape()), 30)).release()
+    (await reserve(plan_of(2), 30)).release()

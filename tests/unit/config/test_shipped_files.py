@@ -6,7 +6,8 @@ import pytest
 
 from mempo_ray.config.load import load_file
 from mempo_ray.config.models import read_model_shape
-from mempo_ray.placement.plan import ClusterShape, Node, make_plan, read_cluster_shape
+from mempo_ray.placement.plan import make_plan
+from mempo_ray.placement.shape import ClusterShape, Node, read_cluster_shape
 from mempo_ray.preflight import check_names, check_token_limits
 
 CONFIGS = Path(__file__).parents[3] / "configs"
