@@ -92,13 +92,17 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """Membership of one engine. A joining engine is `stale` until it has proven the current version."""
+    """Membership of one engine. A joining engine is `stale` until it has proven the current version.
+
+    `node` is the id of the Ray node that it runs on; '' where it is not known.
+    """
 
     name: str
     state: str  # "starting" | "stale" | "serving" | "draining" | "dead"
     weight_version: int
     num_in_flight: int = 0
     num_restarts: int = 0
+    node: str = ""
 
 
 @dataclass(frozen=True)

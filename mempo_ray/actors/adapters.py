@@ -14,6 +14,7 @@ import shutil
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,7 +137,7 @@ class RayPolicy:
         for old in self._weights_dir.iterdir():
             if old not in self._snapshots:
                 shutil.rmtree(old, ignore_errors=True)
-        return manifest
+        return replace(manifest, node=self._gang.node)
 
     async def push(self, engines: Mapping[str, ActorHandle]) -> Mapping[str, str]:
         """Send the published version into these engines (by the names of their lives), in the engines' turn.

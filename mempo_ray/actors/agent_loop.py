@@ -12,10 +12,11 @@ is asked again (its prompt is filled in anew elsewhere).
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import TypeVar
@@ -35,7 +36,7 @@ from mempo_ray.batching.routing import choose_engine
 from mempo_ray.config.schema import Agent, Retrieval, Rollout, Sandbox
 from mempo_ray.contracts import EpisodeRequest, Trajectory, TrajectoryBatch, TrajectorySummary
 from mempo_ray.errors import DeadlineExceeded, EngineFailed
-from mempo_ray.ports import GenerateRequest, Generation
+from mempo_ray.ports import Generate, GenerateRequest, Generation
 from mempo_ray.rewards.sandbox import code_service
 
 SUSPECT_S = 2.0
@@ -47,7 +48,18 @@ GRACE_S = 5.0
 """How much later than an engine's own deadline the caller gives up: the engine's message says more."""
 
 
+MAX_GROUPS = 4096
+"""Groups whose last engine is remembered; the longest unused is forgotten first."""
+
 T = TypeVar("T")
+
+
+@dataclass
+class Seat:
+    """Where the last turn of an episode was served: that engine's cache may hold its prompt."""
+
+    engine: ActorHandle | None = None
+    is_lost: bool = False  # that engine failed the turn
 
 
 class EnginePool:
@@ -55,6 +67,10 @@ class EnginePool:
 
     A request goes where `choose_engine` says. If that engine fails it, the engine is suspect for a while and the
     request is asked elsewhere; with nowhere to go it waits for an announcement, within its deadline.
+
+    Counts, reset by whoever reads them: `num_failures`, turns that an engine failed; `num_reprefills`, turns whose
+    episode had to leave its engine (it failed, drained or died), so that another fills the prompt's cache again;
+    `num_repeats`, turns of a group that had an engine, and of them `num_affine` that went to the same one.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic, grace_s: float = GRACE_S) -> None:
@@ -64,24 +80,31 @@ class EnginePool:
         self._tokens_in_flight: Counter[str] = Counter()
         self._affinity: dict[str, str] = {}
         self._announced = asyncio.Event()
-        self.num_failures = 0
+        self.num_waiting = 0  # requests that no engine has
+        self.num_failures = self.num_reprefills = self.num_repeats = self.num_affine = 0
 
     def announce(self, engines: Mapping[str, ActorHandle]) -> None:
-        """These engines serve, and no others. Clears all suspicion and affinity (their caches are new)."""
+        """These engines serve, and no others. Clears all suspicion; a group stays with an engine that stays."""
+        stays = {name for name, engine in engines.items() if self._engines.get(name) == engine}
+        self._affinity = {group: name for group, name in self._affinity.items() if name in stays}
         self._engines = dict(engines)
         self._suspect_until.clear()
-        self._affinity.clear()
         self._announced.set()
         self._announced = asyncio.Event()
 
-    async def __call__(self, request: GenerateRequest) -> Generation:
+    def for_episode(self) -> Generate:
+        """The same for the turns of one episode, whose changes of engine are counted."""
+        return functools.partial(self.__call__, seat=Seat())
+
+    async def __call__(self, request: GenerateRequest, seat: Seat | None = None) -> Generation:
         """One turn."""
         num_tokens = len(request.prompt_ids) + request.max_tokens
 
         def generate(engine: ActorHandle, left_s: float) -> Awaitable[Generation]:
             return engine.generate.remote(replace(request, deadline_s=left_s))
 
-        return await self.ask(f"turn of {request.group!r}", generate, request.group, num_tokens, request.deadline_s)
+        what = f"turn of {request.group!r}"
+        return await self.ask(what, generate, request.group, num_tokens, request.deadline_s, seat)
 
     async def ask(
         self,
@@ -90,11 +113,13 @@ class EnginePool:
         group: str,
         num_tokens: int,
         deadline_s: float,
+        seat: Seat | None = None,
     ) -> T:
         """The answer of some engine to `call(engine, seconds left)`, a Ray reference.
 
         Args:
             group: engines keep a group together; num_tokens: what the request adds to its engine's load.
+            seat: of the episode that asks.
 
         Raises:
             EngineFailed: no engine served it before its deadline; names the last failure.
@@ -105,11 +130,12 @@ class EnginePool:
         while (name := await self._choose(group, deadline)) is not None:
             left_s = deadline - self._clock()
             self._tokens_in_flight[name] += num_tokens
+            seat = self._seated(seat, name)
             reference = call(self._engines[name], left_s)
             try:
                 return await answer(reference, f"{name}: {what}", left_s + self._grace_s, EngineFailed)
             except EngineFailed as error:
-                failure = str(error)
+                failure, seat.is_lost = str(error), True
                 self.num_failures += 1
                 self._suspect_until[name] = self._clock() + SUSPECT_S
             except (DeadlineExceeded, asyncio.CancelledError):
@@ -124,15 +150,34 @@ class EnginePool:
         while (now := self._clock()) < deadline:
             loads = {n: self._tokens_in_flight[n] for n in self._engines if self._suspect_until.get(n, 0) <= now}
             if (name := choose_engine(loads, group, self._affinity)) is not None:
-                self._affinity[group] = name
+                self._keep_together(group, name)
                 return name
             wake = min([deadline, *(self._suspect_until[name] for name in self._engines)])
+            self.num_waiting += 1
             try:
                 async with asyncio.timeout(wake - now):
                     await self._announced.wait()
             except TimeoutError:
                 continue
+            finally:
+                self.num_waiting -= 1
         return None
+
+    def _keep_together(self, group: str, name: str) -> None:
+        last = self._affinity.pop(group, None)
+        self.num_repeats += last is not None
+        self.num_affine += last == name
+        self._affinity[group] = name
+        if len(self._affinity) > MAX_GROUPS:
+            del self._affinity[next(iter(self._affinity))]
+
+    def _seated(self, seat: Seat | None, name: str) -> Seat:
+        """The episode sits at engine `name` now."""
+        seat = seat or Seat()
+        was, seat.engine = seat.engine, self._engines[name]
+        self.num_reprefills += seat.is_lost or (was is not None and was not in self._engines.values())
+        seat.is_lost = False
+        return seat
 
 
 class AgentLoopWorker:
@@ -212,14 +257,22 @@ class AgentLoopWorker:
         counts = {name: float(self._counts[name]) for name in ("episodes", "episodes_resampled", "episodes_excluded")}
         counts |= {
             "turns_asked_again": float(self._engines.num_failures),
+            "num_reprefills": float(self._engines.num_reprefills),
+            "turns_of_known_groups": float(self._engines.num_repeats),
+            "turns_kept_together": float(self._engines.num_affine),
             **self._search.take_counts(),
             "tool_tries_failed": float(self._tools.failures.total()),
             "episodes_in_flight": float(self._num_running),
         }
         self._counts.clear()
-        self._engines.num_failures = 0
+        self._engines.num_failures = self._engines.num_reprefills = 0
+        self._engines.num_repeats = self._engines.num_affine = 0
         self._tools.failures.clear()
         return counts
+
+    async def turns_waiting(self) -> int:
+        """Turns that no engine has, because none serves."""
+        return self._engines.num_waiting
 
     async def close(self) -> None:
         """Episodes end with the stream that carries them."""
@@ -245,7 +298,7 @@ class AgentLoopWorker:
     async def _attempt(self, request: EpisodeRequest) -> Trajectory:
         return await run_episode(
             request,
-            generate=self._engines,
+            generate=self._engines.for_episode(),
             tools=self._tools,
             renderer=self._renderer,
             agent=self._agent,
@@ -254,4 +307,8 @@ class AgentLoopWorker:
         )
 
 
-RemoteAgentLoopWorker = ray.remote(AgentLoopWorker)
+PAYLOADS_IN_STORE = {"env_vars": {"RAY_max_direct_call_object_size": "8192"}}
+"""Runtime environment in which what a worker yields lies in the object store from 8 KB on. By Ray's default anything below
+100 KB goes to the caller: a quarter of a step's payload bytes passed through the driver (benchmarks/data_plane.py)."""
+
+RemoteAgentLoopWorker = ray.remote(runtime_env=PAYLOADS_IN_STORE)(AgentLoopWorker)

@@ -4,16 +4,40 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
+import grpc
 import ray
+from ray._private.grpc_utils import init_grpc_channel
+from ray._private.services import canonicalize_bootstrap_address
+from ray.core.generated.gcs_service_pb2 import GetClusterIdRequest
+from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
+from ray.exceptions import AuthenticationError
 
 from mempo_ray.config.schema import Config
-from mempo_ray.errors import InfrastructureError
+from mempo_ray.errors import ConfigError, InfrastructureError
 
 GIB = 2**30
+
+
+def draining_nodes() -> frozenset[str]:
+    """Ids of nodes that Ray is emptying: preempted, or to be removed (`ray drain-node`, KubeRay, the autoscaler).
+
+    Ray shows this to its own libraries only (Serve and Train use the same call).
+    """
+    return frozenset(ray._private.state.state.get_draining_nodes()) if ray.is_initialized() else frozenset()
+
+
+ANSWER_S = 5.0
+"""For the cluster's head to say who it is."""
+
+TOKEN_REMEDY = (
+    "The cluster asks for a token (Ray's default). Set RAY_AUTH_MODE=token and put its token (`ray get-auth-token` on "
+    "the head) in ~/.ray/auth_token or RAY_AUTH_TOKEN; the same for `ray job submit`, which else answers 401."
+)
 
 
 @contextmanager
@@ -22,6 +46,7 @@ def connected(config: Config, namespace: str) -> Generator[None]:
 
     Raises:
         InfrastructureError: the cluster at `placement.address` (or RAY_ADDRESS) does not answer.
+        ConfigError: it answers, but not to the token that this process has.
     """
     address = config.placement.address or os.environ.get("RAY_ADDRESS") or "local"
     options: dict[str, Any] = {}
@@ -31,7 +56,10 @@ def connected(config: Config, namespace: str) -> Generator[None]:
             "object_store_memory": int(config.placement.object_store_gb * GIB),
             "include_dashboard": False,
         }
+    handler = signal.getsignal(signal.SIGTERM)
     try:
+        if address != "local":
+            ask_for_id(address)
         ray.init(
             address=address,
             namespace=namespace,
@@ -45,7 +73,38 @@ def connected(config: Config, namespace: str) -> Generator[None]:
             f"placement.address: no Ray cluster answers at {address!r} ({str(error).splitlines()[0]}); start one with "
             "`ray start --head`, or unset RAY_ADDRESS to run a local one"
         ) from error
+    except SystemExit:  # from the handler of SIGTERM that `ray.init` installs
+        raise KeyboardInterrupt from None
+    finally:
+        signal.signal(signal.SIGTERM, handler)
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def ask_for_id(address: str) -> None:
+    """Is there a cluster, and does it take our token? `ray.init` tries for 20 s and tells neither from the other.
+
+    Raises:
+        ConfigError: no token, a wrong one, or the dashboard's address.
+        ConnectionError: no answer within ANSWER_S.
+    """
+    if address.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"placement.address: {address} is the dashboard's, for `ray job submit`; inside the cluster leave "
+            "RAY_ADDRESS unset or use 'auto', else give the head as host:6379"
+        )
+    try:
+        head = canonicalize_bootstrap_address(address)
+        with init_grpc_channel(head or "") as channel:
+            NodeInfoGcsServiceStub(channel).GetClusterId(GetClusterIdRequest(), timeout=ANSWER_S)
+    except AuthenticationError:
+        raise ConfigError(f"placement.address: no token for the cluster at {address}. {TOKEN_REMEDY}") from None
+    except grpc.RpcError as error:
+        if error.code() == grpc.StatusCode.UNAUTHENTICATED:
+            raise ConfigError(
+                f"placement.address: the cluster at {head} refused this process (401: its token is missing or wrong). "
+                f"{TOKEN_REMEDY}"
+            ) from None
+        raise ConnectionError(error.details()) from None

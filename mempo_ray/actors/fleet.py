@@ -107,7 +107,7 @@ async def open_fleet(
             return handle
 
         workers = [await closing(actors.agent_loop(i)) for i in range(config.agent.workers)]
-        rollouts = RayRollouts(config, actors.engine, workers)
+        rollouts = RayRollouts(config, actors.engine, workers, functools.partial(reservation.give_back, "rollout"))
         stack.push_async_callback(rollouts.close)
         colocated = config.placement.layout == "colocated"
         if with_engines and not colocated:
@@ -151,6 +151,7 @@ class GangHost:
     def __init__(self, actors: _Actors, startup_s: float) -> None:
         self._actors, self._startup_s = actors, startup_s
         self._living = AsyncExitStack()
+        self.node = ""  # id of rank 0's Ray node, which publishes
 
     async def start(self, version: int = 0) -> ActorHandle:
         """The executor of a new gang; what is left of an earlier one is ended first.
@@ -163,6 +164,7 @@ class GangHost:
         for rank in ranks:
             self._living.callback(ray.kill, rank)
         master = await answer(ranks[0].rendezvous.remote(), "policy: rendezvous", self._startup_s, GangLost)
+        self.node = await answer(ranks[0].__ray_call__.remote(_node_of), "policy: node", self._startup_s, GangLost)
         calls = [rank.start.remote(i, len(ranks), master, version) for i, rank in enumerate(ranks)]
         started = (answer(call, f"policy rank {i}: start", self._startup_s, GangLost) for i, call in enumerate(calls))
         await asyncio.gather(*started)
@@ -172,6 +174,10 @@ class GangHost:
 
     async def close(self) -> None:
         await self._living.aclose()
+
+
+def _node_of(actor: object) -> str:
+    return ray.get_runtime_context().get_node_id()
 
 
 def weights_dir(config: Config, folder: RunFolder, one_node: bool, memory: Path = MEMORY) -> Path:

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+import tempfile
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -31,6 +33,9 @@ from mempo_ray.ports import EngineStatus, GenerateRequest, Generation
 from mempo_ray.training.rows import Limits, expand
 
 WATCH_EVERY_S = 0.5
+
+MEMORY = Path("/dev/shm")
+"""Where a snapshot that came from another node lies until it is loaded, if there is room."""
 
 SCORES_AT_ONCE = 4
 """Log-prob requests that an engine gets at once; each is two sequences a turn of its trajectory."""
@@ -64,6 +69,7 @@ class RolloutActor:
         self._draining = False
         self._idle = asyncio.Condition()
         self._num_in_flight = 0
+        self._received: Path | None = None  # files of a snapshot from another node
 
     def __repr__(self) -> str:
         return f"RolloutActor({self._name})"
@@ -123,7 +129,32 @@ class RolloutActor:
 
     async def update(self, manifest: WeightManifest) -> float:
         """Take over and prove new weights; returns the largest |Δ log-prob| of the proof."""
-        return await self._engine.update(manifest)
+        try:
+            return await self._engine.update(manifest)
+        finally:
+            self._forget()
+
+    async def sees(self, folder: str) -> bool:
+        """Whether this node has the folder, on a disk of its own or a shared one."""
+        return await asyncio.to_thread(Path(folder).is_dir)
+
+    async def receive(self, file: tuple[str, np.ndarray], is_first: bool) -> str:
+        """Keep one file of a snapshot that lies on another node, for the next `update`. Returns the folder of all.
+
+        Args:
+            file: its name and its bytes, uint8, read straight from the object store.
+        """
+        if is_first or self._received is None:
+            self._forget()
+            room = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2 * file[1].nbytes
+            self._received = Path(tempfile.mkdtemp(prefix="mempo-weights-", dir=MEMORY if room else None))
+        await asyncio.to_thread(file[1].tofile, self._received / file[0])
+        return str(self._received)
+
+    def _forget(self) -> None:
+        if self._received is not None:
+            shutil.rmtree(self._received, ignore_errors=True)
+            self._received = None
 
     async def pause(self, release_memory: bool = False) -> None:
         """Freeze requests while the policy has the lease (colocated layout)."""
@@ -150,7 +181,8 @@ class RolloutActor:
         return await self.status()
 
     async def status(self) -> EngineStatus:
-        return EngineStatus(self._name, self._state(), self._engine.weight_version, self._num_in_flight)
+        node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
+        return EngineStatus(self._name, self._state(), self._engine.weight_version, self._num_in_flight, node=node)
 
     async def watch(self) -> None:
         """Return when the engine is dead or closed. A caller that waits here learns of an actor's death at once."""
@@ -168,6 +200,7 @@ class RolloutActor:
         """Stop the engine and its children. Idempotent."""
         self._draining = True
         await self._engine.close()
+        self._forget()
 
     async def transfer(self, step: str, info: Mapping[str, object] | None = None) -> None:
         """One step of a push from the trainer (weight_sync.EngineClient), see `Engine.transfer`."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
+import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -19,7 +21,8 @@ from ray.exceptions import RayError
 
 from mempo_ray.actors.calls import CLOSE_S, answer, close_actor
 from mempo_ray.actors.lease import Lease, SideBySide, Turns
-from mempo_ray.actors.weight_sync import PushInto, sync_engines
+from mempo_ray.actors.pool_keeper import PoolKeeper
+from mempo_ray.actors.weight_sync import PushInto, Snapshots, sync_engines
 from mempo_ray.config.schema import Config
 from mempo_ray.contracts import (
     EpisodeRequest,
@@ -36,6 +39,8 @@ from mempo_ray.errors import (
 )
 from mempo_ray.ports import EngineStatus, SyncReport
 
+log = logging.getLogger(__name__)
+
 MAX_WORKER_LIVES = 4
 """Streams that a share of episodes gets: a worker that dies more often in one step dies of its episodes."""
 
@@ -49,7 +54,9 @@ class Member:
 
     name: str
     handle: ActorHandle
+    index: int
     state: str = "starting"  # see ports.EngineStatus
+    node: str = ""  # id of its Ray node, once it has started
     weight_version: int = -1
     gap: float = 0.0  # largest |Δ log-prob| of its last proof
     num_restarts: int = 0
@@ -63,15 +70,34 @@ class RolloutCounters:
     engine_restarts: int = 0
     recovery_s: float = 0.0
     worker_restarts: int = 0
+    engines_joined: int = 0  # after the start: grown, or in the place of one that left
+    engines_left: int = 0  # drained: shrunk, or their node was about to go
+    joins_failed: int = 0  # asked for in vain; the pool goes on without
 
     def take(self) -> dict[str, float]:
-        values = {
-            "rollout/engine_restarts": float(self.engine_restarts),
-            "rollout/recovery_s": self.recovery_s,
-            "rollout/worker_restarts": float(self.worker_restarts),
-        }
-        self.engine_restarts, self.recovery_s, self.worker_restarts = 0, 0.0, 0
+        values = {f"rollout/{name}": float(value) for name, value in vars(self).items()}
+        vars(self).update(vars(RolloutCounters()))
         return values
+
+
+class WaitingShare:
+    """How much of a step the run waits for generation: from the beginning of one `run` to that of the next."""
+
+    def __init__(self) -> None:
+        self.value = 1.0  # of the last whole cycle
+        self._cycle_began: float | None = None
+        self._waited_s = 0.0
+
+    @contextlib.contextmanager
+    def waiting(self, clock: Callable[[], float] = time.monotonic) -> Generator[None]:
+        began = clock()
+        if self._cycle_began is not None and began > self._cycle_began:
+            self.value = self._waited_s / (began - self._cycle_began)
+        self._cycle_began, self._waited_s = began, 0.0
+        try:
+            yield
+        finally:
+            self._waited_s = clock() - began
 
 
 class RayRollouts:
@@ -80,16 +106,32 @@ class RayRollouts:
     Membership: starting → stale → serving → draining | dead. A member serves only after it has proven the current
     manifest. `_watch` sees a death at once (its watched call fails), starts a new actor in the same place, lets it pull
     the published snapshot, and hands the new handles to every agent worker; those ask unfinished turns again elsewhere.
+    How many members there should be, and who must leave, is the business of `PoolKeeper`.
+
+    Args:
+        make_engine: a new actor in place `index`; places from `rollout.replicas` on have no bundle.
+        free_place: called when the engine in a place has left for good.
     """
 
-    def __init__(self, config: Config, make_engine: Callable[[int], ActorHandle], workers: Sequence[ActorHandle]):
+    def __init__(
+        self,
+        config: Config,
+        make_engine: Callable[[int], ActorHandle],
+        workers: Sequence[ActorHandle],
+        free_place: Callable[[int], object] = lambda index: None,
+    ):
         self._config = config
-        self._make_engine = make_engine
+        self._make_engine, self._free_place = make_engine, free_place
         self._workers = list(workers)
         self._retrieval: list[ActorHandle] = []
         self._members: dict[str, Member] = {}
+        self._places = itertools.count()
         self._joins: list[asyncio.Task] = []
         self._watchers: set[asyncio.Task] = set()
+        self._background: set[asyncio.Task] = set()  # the watchers, and whatever else nobody waits for
+        self._keeper = PoolKeeper(self, config)
+        self._snapshots = Snapshots(config.weight_sync.timeout_s)
+        self.waiting_share = WaitingShare()
         self._manifest: WeightManifest | None = None
         self._telling = [asyncio.Lock() for _ in workers]  # what a worker hears last is what is true last
         self._changed = asyncio.Event()  # a member has changed its state
@@ -108,14 +150,52 @@ class RayRollouts:
 
         So an engine's start (20 s on CPU) lies beside the cold start, not before it.
         """
-        for index in range(self._config.rollout.replicas):
-            member = Member(f"rollout-{index}", self._make_engine(index))
-            self._members[member.name] = member
-            self._joins.append(asyncio.create_task(self._join(member), name=f"join-{member.name}"))
+        for _ in range(self._config.rollout.replicas):
+            self._joins.append(asyncio.create_task(self._join(self._new_member())))
+        self._in_background(self._keeper.keep(), "pool keeper")
+
+    def grow(self, count: int) -> None:
+        """Ask for so many more engines; they serve when they have started, pulled and proven the weights."""
+        for _ in range(count):
+            self._in_background(self._join(member := self._new_member(), is_late=True), f"join-{member.name}")
+
+    def _new_member(self) -> Member:
+        index = next(self._places)
+        member = Member(f"rollout-{index}", self._make_engine(index), index)
+        self._members[member.name] = member
+        return member
+
+    def retire(self, name: str, because: str) -> None:
+        """Drain an engine at its turns' ends and let it go, in the background."""
+        member = self._members[name]
+        log.warning("%s leaves: %s", name, because)
+        self._set_state(member, "draining")
+        self._in_background(self._let_go(member), f"retire-{name}")
+
+    async def _let_go(self, member: Member) -> None:
+        with contextlib.suppress(
+            InfrastructureError
+        ):  # late turns are aborted, those of a dead engine lost: asked again
+            await self.drain(member.name)
+        await close_actor(member.handle)
+        self._forget(member)
+        self.counters.engines_left += 1
+
+    def _forget(self, member: Member) -> None:
+        """Its place is free, and what it asked Ray for is asked no more."""
+        ray.kill(member.handle)
+        self._set_state(member, "dead")
+        del self._members[member.name]
+        self._free_place(member.index)
+
+    @property
+    def members(self) -> Sequence[Member]:
+        return tuple(self._members.values())
 
     def engines(self) -> list[EngineStatus]:
         return [
-            EngineStatus(m.name, m.state, m.weight_version, num_restarts=m.num_restarts) for m in self._members.values()
+            EngineStatus(m.name, m.state, m.weight_version, num_restarts=m.num_restarts, node=m.node)
+            for m in self._members.values()
         ]
 
     async def drain(self, engine: str) -> None:
@@ -136,27 +216,43 @@ class RayRollouts:
         member.weight_version, member.gap = version, gap
         self._set_state(member, "serving")
 
-    async def _join(self, member: Member) -> None:
-        await self._load(member)
-        await self._attend(member)
+    async def _join(self, member: Member, is_late: bool = False) -> None:
+        """Its first start. One that fails it is replaced in the background, or given up where enough others are."""
+        try:
+            await self._load(member)
+        except (InfrastructureError, TrainingError) as error:
+            member.failure = str(error)
+            self._set_state(member, "dead")
+            self._in_background(self._replace(member), f"replace-{member.name}")
+        else:
+            self.counters.engines_joined += is_late
+            await self._attend(member)
 
     async def _load(self, member: Member) -> None:
         """Start its engine; where weights are published already, it pulls and proves them."""
         start = member.handle.start.remote(None)
-        await answer(start, f"{member.name}: start", self._config.rollout.startup_timeout_s, EngineFailed)
+        status = await answer(start, f"{member.name}: start", self._config.rollout.startup_timeout_s, EngineFailed)
+        member.node = status.node
         async with self._sync_lock:
             self._set_state(member, "stale")
             if (manifest := self._manifest) is not None:
-                gap = await self._update(member.name, member.handle, manifest)
+                gap = await self._update(member.name, member.handle, member.node, manifest)
                 self._set_proven(member, manifest.version, gap)
 
     async def _attend(self, member: Member) -> None:
         await self._announce()
-        watcher = asyncio.create_task(self._watch(member), name=f"watch-{member.name}")
-        self._watchers.add(watcher)
-        watcher.add_done_callback(self._watcher_ended)
+        self._watchers.add(watcher := self._in_background(self._watch(member), f"watch-{member.name}"))
+        watcher.add_done_callback(self._watchers.discard)
 
-    async def _update(self, name: str, handle: ActorHandle, manifest: WeightManifest) -> float:
+    def _in_background(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task:
+        """A failure of it is one of the pool: it ends the episodes, or the sync, that wait."""
+        task = asyncio.create_task(work, name=name)
+        self._background.add(task)
+        task.add_done_callback(self._background_ended)
+        return task
+
+    async def _update(self, name: str, handle: ActorHandle, node: str, manifest: WeightManifest) -> float:
+        manifest = await self._snapshots.within_reach(manifest, handle, node)
         call = handle.update.remote(manifest)
         return await answer(call, f"{name}: weights", self._config.weight_sync.timeout_s, EngineFailed)
 
@@ -164,7 +260,14 @@ class RayRollouts:
         with contextlib.suppress(RayError):  # the death that this call waits for
             await member.handle.watch.remote()
         if member.state == "draining":
-            self._set_state(member, "dead")
+            return
+        async with self.turns.held_by("engines"):
+            await self._restart(member)
+
+    async def _replace(self, member: Member) -> None:
+        """It did not start."""
+        if self._keeper.can_do_without(member):
+            self._give_up(member)
             return
         async with self.turns.held_by("engines"):
             await self._restart(member)
@@ -184,19 +287,37 @@ class RayRollouts:
                     + (f"; last: {member.failure}" if member.failure else "")
                 )
             ray.kill(member.handle)
-            member.handle = self._make_engine(int(member.name.rpartition("-")[2]))
+            member.handle = self._make_engine(member.index)
             try:
                 await self._load(member)
             except (InfrastructureError, TrainingError) as error:  # it died as well, or its proof failed
                 member.failure = str(error)
+                if self._keeper.can_do_without(member):
+                    self._give_up(member)
+                    return
             else:
                 break
         await self._attend(member)
         self.counters.recovery_s += time.monotonic() - began
 
-    def _watcher_ended(self, watcher: asyncio.Task) -> None:
-        self._watchers.discard(watcher)
-        if not watcher.cancelled() and (error := watcher.exception()) and not self._failure.done():
+    def _give_up(self, member: Member) -> None:
+        log.warning("the pool goes on without %s: %s", member.name, member.failure)
+        self.counters.joins_failed += 1
+        self._forget(member)
+
+    async def load_of(self, member: Member) -> Mapping[str, float]:
+        """`Engine.stats` of one member. Raises EngineFailed, DeadlineExceeded."""
+        return await answer(member.handle.stats.remote(), f"{member.name}: stats", CLOSE_S, EngineFailed)
+
+    async def turns_waiting(self) -> int:
+        """Turns that no engine has. An agent worker that is being restarted has none."""
+        calls = (answer(worker.turns_waiting.remote(), "agent worker", CLOSE_S) for worker in self._workers)
+        counts = await asyncio.gather(*calls, return_exceptions=True)
+        return sum(count for count in counts if isinstance(count, int))
+
+    def _background_ended(self, task: asyncio.Task) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) and not self._failure.done():
             self._failure.set_exception(error)
             self._changed.set()
 
@@ -266,7 +387,10 @@ class RayRollouts:
             self._manifest = manifest
             lives = {m.name: m for m in self._members.values() if m.state in ("stale", "serving")}
             handles = {name: member.handle for name, member in lives.items()}
-            updates = {name: functools.partial(self._update, name, handle) for name, handle in handles.items()}
+            updates = {
+                name: functools.partial(self._update, name, handle, lives[name].node)
+                for name, handle in handles.items()
+            }
             push = None if self.push is None else functools.partial(_push, self.push, list(lives.values()))
             outcome = await sync_engines(manifest, updates, self._config.weight_sync.timeout_s, push)
             for name, member in lives.items():
@@ -309,14 +433,15 @@ class RayRollouts:
         for request in requests:
             shares[group_of[request.task.task_id] % len(shares)].append(request)
         async with self.turns.held_by("engines"):
-            pumps = [asyncio.create_task(self._pump(i, share, ended)) for i, share in enumerate(shares) if share]
-            try:
-                for _ in range(len(requests)):
-                    yield await self._next(ended, pumps)
-            finally:
-                for pump in pumps:
-                    pump.cancel()
-                await asyncio.gather(*pumps, return_exceptions=True)
+            with self.waiting_share.waiting():
+                pumps = [asyncio.create_task(self._pump(i, share, ended)) for i, share in enumerate(shares) if share]
+                try:
+                    for _ in range(len(requests)):
+                        yield await self._next(ended, pumps)
+                finally:
+                    for pump in pumps:
+                        pump.cancel()
+                    await asyncio.gather(*pumps, return_exceptions=True)
 
     async def _next(self, ended: asyncio.Queue[Finished], pumps: Sequence[asyncio.Task]) -> Finished:
         getter = asyncio.ensure_future(ended.get())
@@ -374,10 +499,18 @@ class RayRollouts:
         calls = [worker.stats.remote() for worker in self._workers]
         shares = await asyncio.gather(*(answer(call, "agent worker: stats", CLOSE_S) for call in calls))
         sums = {key: float(sum(share[key] for share in shares)) for key in shares[0]}
-        return {**{f"rollout/{key}": value for key, value in sums.items()}, **self.counters.take()}
+        known, together = sums.pop("turns_of_known_groups"), sums.pop("turns_kept_together")
+        return {
+            **{f"rollout/{key}": value for key, value in sums.items()},
+            **self.counters.take(),
+            "rollout/affinity_hit_rate": together / max(known, 1.0),
+            "rollout/num_serving": float(len(self._serving())),
+            "rollout/num_joining": float(sum(m.state in ("starting", "stale") for m in self.members)),
+            "rollout/waiting_share": self.waiting_share.value,
+        }
 
     async def close(self) -> None:
-        background = [*self._watchers, *self._joins]
+        background = [*self._background, *self._joins]
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)

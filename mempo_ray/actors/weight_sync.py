@@ -4,6 +4,8 @@ transport   when (auto)                              how
 pull        CPU, and elastic or restarted engines    each engine reads `manifest.uri`
 nccl        GPUs, a fixed pool                       the trainer broadcasts, then each engine proves
 ipc         engine and policy on the same GPUs       the trainer lends CUDA memory, then each engine proves
+
+An engine on a node that has no such folder gets its files through the object store (`Snapshots`).
 """
 
 from __future__ import annotations
@@ -11,15 +13,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from mempo_ray.actors.calls import DIED, first_line
+from mempo_ray.actors.calls import DIED, answer, first_line
 from mempo_ray.config.schema import Config
 from mempo_ray.contracts import WeightManifest
 from mempo_ray.errors import EngineFailed, InfrastructureError, TrainingError
@@ -164,3 +171,63 @@ async def _within(work: Awaitable[T], timeout_s: float) -> T:
         return await asyncio.wait_for(work, timeout_s)
     except TimeoutError:
         raise EngineFailed(f"no proven weights within weight_sync.timeout_s={timeout_s:g} s") from None
+
+
+@ray.remote(num_cpus=0)
+def read_files(folder: str) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, uint8 [bytes]) of every file of a folder, for `num_returns="streaming"`: its caller owns them."""
+    try:
+        for path in sorted(Path(folder).iterdir()):
+            yield path.name, np.fromfile(path, np.uint8)
+    except OSError as error:
+        raise EngineFailed(f"published weights: {error}") from None
+
+
+class Snapshots:
+    """Brings published folders to engines whose nodes do not have them, file by file through the object store.
+
+    A folder is read once, by a task on its own node, for all engines that want it at the time; each node fetches a file
+    once. Nothing is kept when the last of them has it.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s  # for one file
+        self._files: dict[str, asyncio.Task[list[ray.ObjectRef]]] = {}
+        self._users: Counter[str] = Counter()
+
+    async def within_reach(self, manifest: WeightManifest, engine: ActorHandle, node: str) -> WeightManifest:
+        """The manifest with a `uri` that an engine on `node` can read. Raises EngineFailed, DeadlineExceeded."""
+        if manifest.node in ("", node) or not manifest.uri or "://" in manifest.uri:
+            return manifest
+        if await self._answer(engine.sees.remote(manifest.uri)):
+            return manifest
+        async with self._read(manifest) as files:
+            for number, file in enumerate(files):
+                folder = await self._answer(engine.receive.remote(file, number == 0))
+        return replace(manifest, uri=folder, node=node)
+
+    async def _answer(self, reference: ray.ObjectRef) -> Any:
+        try:
+            return await answer(reference, "published weights", self._timeout_s, EngineFailed)
+        except RayError as error:  # its node is gone, or the file could not be kept
+            raise EngineFailed(f"published weights: {first_line(error)}") from error
+
+    @asynccontextmanager
+    async def _read(self, manifest: WeightManifest) -> AsyncGenerator[list[ray.ObjectRef]]:
+        uri = manifest.uri
+        self._users[uri] += 1
+        try:
+            if uri not in self._files:
+                self._files[uri] = asyncio.create_task(_references(manifest))
+            yield await asyncio.shield(self._files[uri])
+        finally:
+            self._users[uri] -= 1
+            if not self._users[uri]:
+                self._files.pop(uri).cancel()
+                del self._users[uri]
+
+
+async def _references(manifest: WeightManifest) -> list[ray.ObjectRef]:
+    here = NodeAffinitySchedulingStrategy(manifest.node, soft=False)
+    stream = read_files.options(num_returns="streaming", scheduling_strategy=here).remote(manifest.uri)
+    return [file async for file in stream]

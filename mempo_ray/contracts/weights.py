@@ -25,10 +25,14 @@ class WeightProof:
 
 @dataclass(frozen=True)
 class WeightManifest:
-    """What a joining or restarted engine pulls. `uri` is a folder of safetensors shards in Hugging Face names."""
+    """What a joining or restarted engine pulls. `uri` is a folder of safetensors shards in Hugging Face names.
+
+    `node` is the id of the Ray node that has the folder; '' where every node has it (a URI, a model folder).
+    """
 
     version: int
     uri: str
     proof: WeightProof
     tensors: Mapping[str, TensorInfo] = field(default_factory=dict)
     num_bytes: int = 0
+    node: str = ""

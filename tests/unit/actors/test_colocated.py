@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,8 +12,14 @@ from mempo_ray.actors.adapters import RayPolicy
 from mempo_ray.actors.rollout_pool import RayRollouts
 from mempo_ray.config.load import load_file
 from mempo_ray.contracts import PushCommand, WeightManifest, WeightProof
+from mempo_ray.ports import EngineStatus
 
-ANSWERS = {"publish": WeightManifest(1, "/weights/1", WeightProof((1, 2), (-1.0,))), "push": {}, "update": 0.0}
+ANSWERS = {
+    "start": EngineStatus("engine", "stale", -1),
+    "publish": WeightManifest(1, "/weights/1", WeightProof((1, 2), (-1.0,))),
+    "push": {},
+    "update": 0.0,
+}
 SILENT = ("set_retrieval", "set_engines", "watch")
 
 
@@ -48,7 +55,7 @@ def log() -> list[tuple]:
 async def run_a_sync(log: list[tuple], weights: Path, *words: str) -> RayRollouts:
     config = load_file(None, ["policy.device=cuda", *words])
     rollouts = RayRollouts(config, lambda index: Actor("engine", log), [Actor("worker", log)])
-    policy = RayPolicy(None, Actor("gang", log), config, weights, rollouts.turns)
+    policy = RayPolicy(SimpleNamespace(node=""), Actor("gang", log), config, weights, rollouts.turns)
     rollouts.push = policy.push
     rollouts.start()
     await rollouts.sync(await policy.publish())

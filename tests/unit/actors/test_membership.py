@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
@@ -11,6 +11,7 @@ from mempo_ray.actors.rollout_pool import RayRollouts
 from mempo_ray.config.load import load_file
 from mempo_ray.contracts import WeightManifest, WeightProof
 from mempo_ray.errors import EngineFailed, TrainingError
+from mempo_ray.ports import EngineStatus
 from tests.fakes.handle import FakeHandle, is_dead, replace_ray
 
 MANIFEST = WeightManifest(version=5, uri="/weights/5", proof=WeightProof((1, 2), (-1.0,)))
@@ -27,14 +28,18 @@ def _no_ray(monkeypatch):
 class Engine:
     """`update` does what `behaviour` says: a gap, an error, or "dies"; it waits for `gate` first."""
 
-    def __init__(self, behaviour: float | Exception | str = 0.0) -> None:
+    def __init__(self, behaviour: float | Exception | str = 0.0, node: str = "") -> None:
+        self.node, self.num_in_flight, self.told = node, 0, []
         self.behaviour, self.gate, self.manifests = behaviour, asyncio.Event(), []
         self.gate.set()
         self.handle = FakeHandle(self)
 
-    async def start(self, manifest: WeightManifest | None) -> None:
+    async def start(self, manifest: WeightManifest | None) -> EngineStatus:
         if self.behaviour == "never starts":
             await asyncio.Event().wait()
+        if self.behaviour == "does not start":
+            raise EngineFailed("no memory")
+        return EngineStatus("", "stale", -1, node=self.node)
 
     async def update(self, manifest: WeightManifest) -> float:
         self.manifests.append(manifest)
@@ -47,7 +52,16 @@ class Engine:
         return self.behaviour
 
     async def drain(self) -> None:
-        pass
+        self.told.append("drain")
+
+    async def close(self) -> None:
+        self.told.append("close")
+
+    async def stats(self) -> dict[str, float]:
+        return {"num_in_flight": self.num_in_flight}
+
+    async def sees(self, folder: str) -> bool:
+        return True
 
     async def watch(self) -> None:
         await asyncio.Event().wait()
@@ -69,16 +83,19 @@ class Worker:
     async def set_engines(self, engines: Mapping[str, object]) -> None:
         self.heard.append(dict(engines))
 
+    async def turns_waiting(self) -> int:
+        return 0
+
 
 class Pool:
     """Lives of engines in the order in which they are made."""
 
     def __init__(self, *lives: Engine, replicas: int = 1, **rollout: object) -> None:
-        words = [f"rollout.replicas={replicas}", f"rollout.max_replicas={replicas}"]
-        self.config = load_file(None, words + [f"rollout.{key}={value}" for key, value in rollout.items()])
+        rollout = {"replicas": replicas, "max_replicas": replicas} | rollout
+        self.config = load_file(None, [f"rollout.{key}={value}" for key, value in rollout.items()])
         self._lives = list(lives)
-        self.worker, self.made = Worker(), asyncio.Semaphore(0)
-        self.rollouts = RayRollouts(self.config, self._make, [FakeHandle(self.worker)])
+        self.worker, self.made, self.freed = Worker(), asyncio.Semaphore(0), []
+        self.rollouts = RayRollouts(self.config, self._make, [FakeHandle(self.worker)], self.freed.append)
 
     def _make(self, index: int) -> FakeHandle:
         self.made.release()
@@ -170,6 +187,58 @@ async def test_what_an_agent_worker_hears_last_is_what_is_true_last():
     held.set()
     await asyncio.gather(early, draining)
     assert pool.worker.heard[-1] == {}
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not holds():
+            await asyncio.sleep(0)
+
+
+async def test_an_engine_that_fails_its_very_first_start_is_replaced():
+    dead, new = Engine("does not start"), Engine()
+    pool = Pool(dead, new)
+    assert (await pool.sync()).num_engines == 1
+    assert is_dead(dead.handle)
+    (status,) = pool.rollouts.engines()
+    assert (status.state, status.num_restarts) == ("serving", 1)
+
+
+async def test_an_engine_that_is_asked_for_later_pulls_and_proves_the_present_weights_before_it_serves():
+    first, late = Engine(), Engine()
+    late.gate.clear()
+    pool = Pool(first, late, max_replicas=2)
+    await pool.sync()
+    pool.rollouts.grow(1)
+    await until(lambda: late.manifests)
+    assert late.manifests == [MANIFEST]
+    assert pool.worker.heard[-1] == {"rollout-0": first.handle}
+    late.gate.set()
+    await until(lambda: len(pool.worker.heard[-1]) == 2)
+    assert [status.weight_version for status in pool.rollouts.engines()] == [5, 5]
+    assert pool.rollouts.counters.engines_joined == 1
+
+
+async def test_an_engine_that_leaves_is_announced_away_first_then_drained_then_closed_and_its_place_is_free():
+    first, second = Engine(), Engine()
+    pool = Pool(first, second, replicas=2)
+    await pool.sync()
+    pool.rollouts.retire("rollout-0", "a test")
+    await until(lambda: pool.freed)
+    assert (first.told, pool.freed) == (["drain", "close"], [0])
+    assert pool.worker.heard[-1] == {"rollout-1": second.handle}
+    assert is_dead(first.handle)
+    assert [status.name for status in pool.rollouts.engines()] == ["rollout-1"]
+    assert pool.rollouts.counters.engines_left == 1
+
+
+async def test_an_elastic_pool_goes_on_without_an_engine_that_does_not_start():
+    pool = Pool(Engine(), Engine("does not start"), max_replicas=3)
+    await pool.sync()
+    pool.rollouts.grow(1)
+    await until(lambda: pool.freed)
+    assert (pool.rollouts.counters.joins_failed, pool.rollouts.counters.engine_restarts) == (1, 0)
+    assert [status.name for status in pool.rollouts.engines()] == ["rollout-0"]
 
 
 async def test_an_engine_that_failed_a_push_is_replaced_and_the_others_pull():

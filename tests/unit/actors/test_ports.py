@@ -60,7 +60,7 @@ class Executor:
 
 
 def policy(executor: Executor, weights: Path, *words: str) -> RayPolicy:
-    return RayPolicy(None, FakeHandle(executor), load_file(None, words), weights, SideBySide())
+    return RayPolicy(SimpleNamespace(node="n1"), FakeHandle(executor), load_file(None, words), weights, SideBySide())
 
 
 def requests(number: int, tokens: int = 10) -> list[LogProbRequest]:

@@ -45,7 +45,7 @@ FIELDS = {
         "finish_reason text query passage_ids tool_text"
     ),
     "Unscored": "reason kind",
-    "WeightManifest": "version uri proof tensors num_bytes",
+    "WeightManifest": "version uri proof tensors num_bytes node",
     "WeightProof": "ids logprobs",
 }
 
