@@ -308,7 +308,7 @@ class AgentLoopWorker:
 
 
 PAYLOADS_IN_STORE = {"env_vars": {"RAY_max_direct_call_object_size": "8192"}}
-"""Runtime environment in which what a worker yields lies in the object store from 8 KB on. By Ray's default anything below
+"""Runtime environment in which what a worker yields lies in the object store from 8 KB on. By Ray's default all below
 100 KB goes to the caller: a quarter of a step's payload bytes passed through the driver (benchmarks/data_plane.py)."""
 
 RemoteAgentLoopWorker = ray.remote(runtime_env=PAYLOADS_IN_STORE)(AgentLoopWorker)
