@@ -22,7 +22,7 @@ from mempo_ray.actors.scorer_process import RayScorerProcess
 from mempo_ray.config.schema import Reward
 from mempo_ray.contracts import Score, Unscored
 from mempo_ray.errors import CallFailed, ConfigError
-from mempo_ray.rewards.contract import Response
+from mempo_ray.rewards.contract import Response, as_score
 from mempo_ray.rewards.hosting import Place, host, place_of, ready, score_batch_hosted, score_hosted
 from mempo_ray.rewards.isolation import START_S, KillablePool, Setup
 from mempo_ray.rewards.registry import MANAGERS, load_manager
@@ -52,6 +52,10 @@ class _Route:
             return await asyncio.wait_for(loop.run_in_executor(self.executor, function, argument), self.timeout_s)
         except TimeoutError:
             raise CallFailed(f"no score within reward.timeout_s={self.timeout_s:g} s", "timeout") from None
+        except CallFailed:
+            raise
+        except Exception as error:  # a manager of a user's may raise, although it should not
+            raise CallFailed(f"{type(error).__name__}: {error}", "scorer_error") from error
 
 
 class ManagerHost:
@@ -168,7 +172,7 @@ class ManagerHost:
 
 async def _score_alone(route: _Route, response: Response) -> Score:
     try:
-        return await route.call(route.score, response)
+        return as_score(await route.call(route.score, response))
     except CallFailed as error:
         return Unscored(str(error), error.kind)
 
@@ -176,8 +180,12 @@ async def _score_alone(route: _Route, response: Response) -> Score:
 async def _score_together(route: _Route, responses: Sequence[Response]) -> list[Score]:
     assert route.score_batch is not None, "only managers with `score_batch` come here"
     try:
-        return await route.call(route.score_batch, responses)
-    except CallFailed as error:
-        if len(responses) == 1 or error.kind == "infrastructure":
-            return [Unscored(str(error), error.kind)] * len(responses)
+        scores = await route.call(route.score_batch, responses)
+        if isinstance(scores, Sequence) and len(scores) == len(responses):
+            return [as_score(score) for score in scores]
+        error = CallFailed(f"score_batch gave {scores!r:.80} for {len(responses)} responses", "scorer_error")
+    except CallFailed as failed:
+        error = failed
+    if len(responses) == 1 or error.kind == "infrastructure":
+        return [Unscored(str(error), error.kind)] * len(responses)
     return list(await asyncio.gather(*(_score_alone(route, response) for response in responses)))

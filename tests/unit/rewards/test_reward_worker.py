@@ -14,7 +14,7 @@ from mempo_ray.actors.reward import RewardManagerWorker
 from mempo_ray.config.schema import CustomFunction, Reward
 from mempo_ray.contracts import EndReason, Scored, Task, TrajectoryBatch, Unscored
 from mempo_ray.errors import ConfigError
-from mempo_ray.rewards.registry import register_scorer
+from mempo_ray.rewards.registry import MANAGERS, register_scorer
 from tests.fakes import batch_function, hostile_scorers
 from tests.fakes.trajectories import trajectory
 
@@ -139,3 +139,26 @@ async def test_a_mistake_in_the_users_file_ends_the_start(tmp_path):
     path.write_text("import no_such_module")
     with pytest.raises(ConfigError, match=r"reward\.custom_function\.path: .*no_such_module"):
         RewardManagerWorker(Reward(custom_function=CustomFunction(path=str(path))))
+
+
+@MANAGERS.register("test-org/careless")
+class CarelessManager:
+    """As no manager should be."""
+
+    def __init__(self, settings):
+        """Nothing to prepare."""
+
+    def score(self, response):
+        return {"raises": 1 / 2, "nan": float("nan")}[response.answer]
+
+    def score_batch(self, responses):
+        return [1.0] if any(r.answer == "short" for r in responses) else [self.score(r) for r in responses]
+
+
+async def test_a_manager_that_raises_or_answers_nonsense_leaves_nobody_waiting():
+    worker = RewardManagerWorker(Reward(manager="test-org/careless"))
+    scores = await worker.score_batch(payload("raises", "nan", "unknown"))
+    assert [getattr(s, "kind", s) for s in scores] == [Scored(0.5), "scorer_error", "scorer_error"]
+    short = await asyncio.gather(*(worker.score(payload(answer)) for answer in ("short", "raises")))
+    assert [getattr(s, "kind", s) for s in short] == ["scorer_error", Scored(0.5)]
+    await worker.close()
