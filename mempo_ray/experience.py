@@ -128,12 +128,18 @@ class Collected:
     samples: tuple[Sample, ...]
     generation_s: float  # until the last episode ended
     exposed_s: float  # from there to the last score received: what scoring adds to the step
+    outcomes_s: float = 0.0  # of these, after the last log-prob: only outcomes were waited for
 
     @classmethod
     def of(cls, rounds: Sequence[Collected]) -> Collected:
         """One step out of the rounds of a group filter."""
         samples = tuple(sample for part in rounds for sample in part.samples)
-        return cls(samples, sum(part.generation_s for part in rounds), sum(part.exposed_s for part in rounds))
+        return cls(
+            samples,
+            sum(part.generation_s for part in rounds),
+            sum(part.exposed_s for part in rounds),
+            sum(part.outcomes_s for part in rounds),
+        )
 
 
 def scoring_metrics(busy_s: float, exposed_s: float) -> dict[str, float]:
@@ -184,12 +190,14 @@ async def collect(
             judge.may_ask.set()
     except* MempoError as errors:
         raise errors.exceptions[0] from None
+    ended = time.monotonic()
     samples = [task.result() for task in judged]
     order = {(r.task.task_id, r.sibling): i for i, r in enumerate(requests)}
     return Collected(
         tuple(sorted(samples, key=lambda sample: order[sample.key])),
         generated - began,
-        time.monotonic() - generated,
+        ended - generated,
+        ended - max(generated, judge.last_answer),
     )
 
 
@@ -209,6 +217,7 @@ class _Judge:
     ):
         self.may_ask = asyncio.Event()
         self.num_asked = 0
+        self.last_answer = 0.0  # when the last log-probs came, of time.monotonic
         self._rewards = rewards
         self._logprobs = logprobs
         self._scorer = scorer
@@ -286,7 +295,9 @@ class _Judge:
         deadline = time.monotonic() + request.deadline_s
         while True:
             try:
-                return await logprobs(request)
+                result = await logprobs(request)
+                self.last_answer = time.monotonic()
+                return result
             except Overloaded:
                 if time.monotonic() + RETRY_S > deadline:
                     raise

@@ -44,6 +44,7 @@ from mempo_ray.experience import (
     scoring_metrics,
     survivors_of,
 )
+from mempo_ray.observability.bottleneck import find_bottleneck
 from mempo_ray.observability.metrics import Fanout
 from mempo_ray.observability.mirror import Mirror
 from mempo_ray.observability.progress import Display
@@ -239,7 +240,9 @@ class Session:
         return [request for task in tasks for request in siblings(task, group_size, seed)]
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
-        self.metrics.log(step, {**values, **self.timer.take()})
+        values = {**values, **self.timer.take()}
+        verdict = find_bottleneck(values)
+        self.metrics.log(step, values if verdict is None else {**values, **verdict.metrics})
 
     async def step_metrics(self, assembled: Assembled, collected: Collected) -> dict[str, float]:
         """Numbers of the step that no stage reported by itself."""
@@ -260,6 +263,7 @@ class Session:
             "rollout/output_tokens_per_s": tokens / max(collected.generation_s, 1e-9),
             "time/generation_s": collected.generation_s,
             "reward/kl_coef": self.progress.kl_coef,
+            "reward/exposed_s": collected.outcomes_s,
             "policy/num_restarts": float(self.num_gang_restarts),
         }
 

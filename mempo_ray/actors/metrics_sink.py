@@ -1,22 +1,105 @@
-"""Ray's form of a MetricSink: gauges that the Ray dashboard and any Prometheus scrape find as `ray_mempo_<name>`."""
+"""Numbers to Ray's metrics, where its dashboard and any Prometheus scrape find them as `ray_mempo_<name>`.
+
+    RaySink      the driver's numbers of a step       role "driver", replica "0"
+    ActorGauges  an actor's own, every few seconds    its role and replica
+
+Every metric has the tags run, role and replica. The run is the actors' Ray namespace.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
 
-from ray.util.metrics import Gauge
+import ray
+from ray.util.metrics import Counter, Gauge
+
+from mempo_ray.observability.catalogue import Role, exported, find
+
+log = logging.getLogger(__name__)
+
+TAGS = ("run", "role", "replica")
+
+PUSH_S = 5.0
+"""Between two readings of an actor's numbers."""
+
+
+class _Recorder:
+    """One Ray metric a name, made at its first value and described by the catalogue."""
+
+    def __init__(self, run: str, role: Role, replica: str) -> None:
+        self._tags = {"run": run, "role": role, "replica": replica}
+        self._gauges: dict[str, Gauge] = {}
+        self._counters: dict[str, Counter] = {}
+        self._counted: dict[str, float] = {}
+
+    def push(self, values: Mapping[str, float]) -> None:
+        """Of a counter, the total since the start."""
+        for name, value in values.items():
+            known = find(name)
+            if known is not None and known.kind == "counter":
+                self._count(name, known.meaning, float(value))
+                continue
+            if name not in self._gauges:
+                self._gauges[name] = Gauge(exported(name), known.meaning if known else name, TAGS)
+            self._gauges[name].set(float(value), tags=self._tags)
+
+    def _count(self, name: str, meaning: str, total: float) -> None:
+        if name not in self._counters:
+            self._counters[name] = Counter(exported(name), meaning, TAGS)
+        if (grown := total - self._counted.get(name, 0.0)) > 0:
+            self._counters[name].inc(grown, tags=self._tags)
+            self._counted[name] = total
 
 
 class RaySink:
-    """One gauge a metric name, made at its first value; the run is a tag. Lives in the driver's process."""
+    """A MetricSink. Lives in the driver's process."""
 
-    def __init__(self, run: str):
-        self._tags = {"run": run}
-        self._gauges: dict[str, Gauge] = {}
+    def __init__(self, run: str) -> None:
+        self._recorder = _Recorder(run, "driver", "0")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in {"step": step, **values}.items():
-            if name not in self._gauges:
-                self._gauges[name] = Gauge(f"mempo_{re.sub('[^a-zA-Z0-9_]', '_', name)}", name, tag_keys=("run",))
-            self._gauges[name].set(float(value), tags=self._tags)
+        self._recorder.push({"step": step, **values})
+
+
+class ActorGauges:
+    """An actor's live numbers, by their names in the catalogue. Outside Ray it does nothing.
+
+    Args:
+        replica: which one of its role; None: what the actor's name ends in (`<run>/retrieval-3` → 3).
+
+    Example, in the constructor of an async actor:
+        ActorGauges("reward").keep(lambda: {"scorer/num_in_flight": self._num_in_flight})
+    """
+
+    def __init__(self, role: Role, replica: object | None = None) -> None:
+        self._recorder: _Recorder | None = None
+        self._task: asyncio.Task | None = None
+        if ray.is_initialized():
+            context = ray.get_runtime_context()
+            if replica is None:
+                replica = (context.get_actor_name() or "").rpartition("-")[2]
+            self._recorder = _Recorder(context.namespace, role, str(replica))
+
+    def push(self, values: Mapping[str, float]) -> None:
+        """These values now. Of a counter, the total since the start."""
+        if self._recorder is not None:
+            self._recorder.push(values)
+
+    def keep(self, read: Callable[[], Mapping[str, float]]) -> None:
+        """Push what `read` returns every PUSH_S seconds, for the actor's life. Call it on the actor's event loop."""
+        if self._recorder is not None:
+            self._task = asyncio.get_running_loop().create_task(self._keep(read), name="metrics")
+            self._task.add_done_callback(_say_end)
+
+    async def _keep(self, read: Callable[[], Mapping[str, float]]) -> None:
+        while True:
+            self.push(read())
+            await asyncio.sleep(PUSH_S)
+
+
+def _say_end(task: asyncio.Task) -> None:
+    """Numbers that stop are a bug, but no reason to end a run."""
+    if not task.cancelled():
+        log.error("the actor's metrics have stopped", exc_info=task.exception())
