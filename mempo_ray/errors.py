@@ -13,7 +13,8 @@
     │   ├── CallFailed        a scorer's call in a process of its own; `kind` is that of the `Unscored`
     │   ├── PayloadLost       a payload left the object store before its last reader
     │   └── Overloaded        a bounded queue refused a request
-    └── TrainingError         the run itself: drift, unverified sync, too many exclusions (exit code 4)
+    ├── TrainingError         the run itself: drift, unverified sync, too many exclusions (exit code 4)
+    └── GivenUp               nobody's fault: a stopped job left work undone (exit code 130)
 
 Messages name the key, file or row and end with the remedy. Exceptions that cross a Ray actor arrive
 stripped of their type's attributes, so anything that must be told apart remotely is a *value*
@@ -97,3 +98,9 @@ class TrainingError(MempoError):
     """The run cannot go on without training on something wrong."""
 
     exit_code = 4
+
+
+class GivenUp(MempoError):
+    """Work was left undone, because the time that a job has for stopping goes by."""
+
+    exit_code = 130

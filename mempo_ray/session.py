@@ -29,7 +29,7 @@ from mempo_ray.config.schema import ColdStart, Config
 from mempo_ray.contracts import EpisodeRequest, Task, TrajectoryBatch
 from mempo_ray.data.oracle import oracle_trajectories
 from mempo_ray.data.tasks import TaskSource
-from mempo_ray.errors import DeadlineExceeded, GangLost, TrainingError
+from mempo_ray.errors import DeadlineExceeded, GangLost, GivenUp, TrainingError
 from mempo_ray.evaluation.metrics import Evaluated, aggregate, evaluated, paired_interval
 from mempo_ray.evaluation.probes import probe_ratios
 from mempo_ray.evaluation.transcript import transcript
@@ -94,6 +94,9 @@ class Session:
     newest_checkpoint: str | None = None
     num_gang_restarts: int = 0
     stop: asyncio.Event = field(default_factory=asyncio.Event)
+    _give_up_at: float | None = None  # of the loop's clock
+    _limit: asyncio.Timeout | None = None  # around what may be given up, while it lasts
+    _before_step: dict = field(default_factory=dict)  # state of `source` after the last whole step
 
     @property
     def policy(self) -> RayPolicy:
@@ -167,10 +170,45 @@ class Session:
         except TimeoutError:
             raise DeadlineExceeded(f"step {step} took longer than run.step_timeout_s={timeout_s:g} s") from None
 
+    # -- stopping ---------------------------------------------------------------------------------------
+
+    def ask_to_stop(self, within_s: float | None) -> None:
+        """Stop after the step; with a limit, give up what may be given up when half of it has gone.
+
+        The other half is for the checkpoint and for closing.
+        """
+        self.stop.set()
+        if within_s is not None:
+            self._give_up_at = asyncio.get_running_loop().time() + within_s / 2
+            if self._limit is not None:
+                self._limit.reschedule(self._give_up_at)
+
+    @asynccontextmanager
+    async def may_be_given_up(self, where: str) -> AsyncGenerator[None]:
+        """Around work that can be done again. Raises GivenUp where the time to stop ends first; `where` is for it."""
+        limit = asyncio.timeout_at(self._give_up_at)
+        try:
+            async with limit as self._limit:
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise GivenUp(f"stopped {where}; go on with run.resume=auto") from None
+        finally:
+            self._limit = None
+
+    async def save_last_step(self) -> None:
+        """A checkpoint of the last whole step, unless there is one. What was sampled since is sampled again."""
+        step = self.progress.step
+        if self.newest_checkpoint != self._checkpoint(step):
+            self.source.restore(self._before_step)
+            await self.save(step, {})
+
     # -- one step ---------------------------------------------------------------------------------------
 
     async def sample_and_score(self, step: int) -> tuple[Assembled, Collected]:
         """Episodes, scores and advantages of one step; with a group filter, rounds of it."""
+        self._before_step = self.source.state()
         rounds: list[Collected] = []
         num_tasks, filter_round = self.config.data.tasks_per_step, 0
         while True:
@@ -351,13 +389,17 @@ class Session:
             await self._write_checkpoint(step, extra)
 
     async def _write_checkpoint(self, step: int, extra: Mapping[str, object]) -> None:
-        run = self.folder.root.name
-        uri = self.mirror.checkpoint(run, step) if self.mirror else str(self.folder.checkpoint(step))
+        uri = self._checkpoint(step)
         await self.policy.save(uri, extra)
         self.newest_checkpoint = uri
         await self._prune()
         if self.mirror is not None:
             await asyncio.to_thread(self.mirror.push, self.folder.root)
+
+    def _checkpoint(self, step: int) -> str:
+        """Path, or URI where `run.dir` is one."""
+        run = self.folder.root.name
+        return self.mirror.checkpoint(run, step) if self.mirror else str(self.folder.checkpoint(step))
 
     async def _prune(self) -> None:
         """Keep the newest checkpoints and the best by EM."""

@@ -104,7 +104,7 @@ def ask_for_id(address: str) -> None:
     except grpc.RpcError as error:
         if error.code() == grpc.StatusCode.UNAUTHENTICATED:
             raise ConfigError(
-                f"placement.address: the cluster at {head} refused this process (401: its token is missing or wrong). "
+                f"placement.address: the cluster at {address} refused this process (401: its token is missing or wrong). "
                 f"{TOKEN_REMEDY}"
             ) from None
         raise ConnectionError(error.details()) from None

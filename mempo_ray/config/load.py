@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from mempo_ray.config.job import placed
 from mempo_ray.config.reference import expected, fields, known_as
 from mempo_ray.config.schema import Config
 from mempo_ray.errors import ConfigError
@@ -82,7 +83,8 @@ def load_file(file: str | Path | None = None, overrides: Sequence[str] = ()) -> 
         raise ConfigError(f"{key}: {str(error).splitlines()[0]}. Set the variable or write the value out.") from None
     if not isinstance(raw, Mapping):
         raise ConfigError(f"--config {path}: expected sections (run:, data:, …), got {type(raw).__name__}")
-    return build(raw)
+    config = build(raw)
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": placed(config.run.dir)})})
 
 
 def build(raw: Mapping) -> Config:

@@ -3,6 +3,7 @@
 runs/quickstart-20261129-141500/
     config.yaml              resolved configuration
     versions.json            packages, platform, git revision
+    job.json                 submission id and metadata of the newest Ray job that wrote here, if one did
     metrics.jsonl            one JSON object a step
     trajectories/step_0003.parquet
     excluded.jsonl           trajectories that infrastructure broke, with their reasons

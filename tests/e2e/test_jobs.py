@@ -1,0 +1,144 @@
+"""Runs as Ray jobs on a cluster that asks for a token: submitted, watched, stopped, edited, resumed, two at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from ray.job_submission import JobStatus
+
+from tests.fakes.driver_run import read_metrics
+from tests.fakes.ray_head import POLL_S, RayHead
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = (
+    "cold_start=null",
+    "data.tasks_per_step=4",
+    "algorithm.group_size=4",
+    "eval.tasks=4",
+    "eval.memory_swap=false",
+    "eval.probe_ratios=false",
+    "reward.log_samples=0",
+)
+"""The quickstart from its shipped checkpoint, cut down to seconds a step."""
+ROLES = ("rollout", "policy", "batch_executor", "agent_loop", "reward", "retrieval")
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory) -> Iterator[RayHead]:
+    with RayHead(tmp_path_factory.mktemp("head")) as head:
+        yield head
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """What a user has in the folder that is submitted, to be edited."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in ("mempo_ray", "retrieval_index", "configs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def said(log: str) -> list[str]:
+    """What the job itself printed."""
+    lines = log.splitlines()
+    (entrypoint,) = (i for i, line in enumerate(lines) if line.startswith("Running entrypoint for job"))
+    return lines[entrypoint + 1 :]
+
+
+def run_folder(log: str) -> Path:
+    return Path(said(log)[0].removeprefix("run folder: "))
+
+
+def processes_of(head: RayHead) -> list[str]:
+    """Titles of the actors' processes on the cluster."""
+    titles = []
+    for process in head.descendants():
+        try:
+            titles.append(" ".join(process.cmdline()))
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    return [title for title in titles if title.startswith("ray::") and "Actor" in title]
+
+
+def watch(head: RayHead, job: str) -> Path:
+    """Its folder from the first line of its log, its actors in the state API, its metrics in the scrape."""
+    log = head.wait_for(job, "step 1: sampling")
+    folder = run_folder(log)
+    assert folder.parent == head.home / "mempo-runs" / "runs"
+    actors = head.actors(folder.name)
+    assert {name.rpartition("/")[2].rpartition("-")[0] for name, (state, _) in actors.items()} <= set(ROLES)
+    assert {repr_.partition("(")[0] for _, repr_ in actors.values()} >= {"RolloutActor", "PolicyWorker"}
+    while not any("mempo_" in line and folder.name in line for line in head.scrape().splitlines()):
+        assert head.client.get_job_status(job) == JobStatus.RUNNING, "the job ended before it was scraped"
+        time.sleep(POLL_S)
+    return folder
+
+
+def test_a_stopped_job_leaves_a_checkpoint_and_nothing_else_and_two_at_once_finish(head: RayHead, source: Path) -> None:
+    words = ("run.name=resubmitted", "run.resume=auto", *QUICKSTART)
+    stopped = head.submit(source, "run.steps=1000", *words, RAY_JOB_STOP_WAIT_TIME_S="120")
+    folder = watch(head, stopped)
+    head.wait_for(stopped, "step 2: sampling")
+    head.client.stop_job(stopped)
+    assert head.wait_for_end(stopped) == JobStatus.STOPPED
+    (words_of_end,) = (line for line in said(head.log_of(stopped)) if line.startswith("stopped after step"))
+    step = int(words_of_end.removeprefix("stopped after step ").partition(";")[0])
+    assert (folder / "checkpoints" / f"step_{step:06d}" / "COMPLETE").is_file()
+    assert processes_of(head) == []
+    assert {state for state, _ in head.actors(folder.name).values()} <= {"DEAD"}
+    assert not Path("/dev/shm", f"mempo-{folder.name}").exists()
+
+    edited = source / "mempo_ray" / "launch.py"
+    edited.write_text(edited.read_text() + '\nprint("an edited file")\n')
+    began = time.monotonic()
+    resubmitted = head.submit(source, f"run.steps={step + 1}", *words)
+    other = head.submit(source, "run.steps=2", *QUICKSTART)
+    other_folder = watch(head, other)
+    assert [head.wait_for_end(job) for job in (resubmitted, other)] == [JobStatus.SUCCEEDED] * 2
+    assert time.monotonic() - began < 600
+    log = head.log_of(resubmitted)
+    assert "an edited file" in log
+    assert f"step {step + 1}: sampling" in log
+    assert f"step {step}: sampling" not in log
+    assert [row["step"] for row in read_metrics(folder)] == [*range(step + 2), step + 1]
+    assert json.loads((other_folder / "summary.json").read_text())["steps"] == 2
+    for job, run in ((resubmitted, folder), (other, other_folder)):
+        expected = {"submission_id": job, "metadata": {"team": "tests"}, "stop_wait_s": 3}
+        assert json.loads((run / "job.json").read_text()) == expected
+
+
+def test_a_failed_job_says_whose_failure_it_was_by_its_exit_code(head: RayHead, source: Path) -> None:
+    user = head.submit(source, "rollout.temprature=1")
+    unreachable = ("retrieval.backend=http", "retrieval.url=http://127.0.0.1:9/retrieve")
+    infrastructure = head.submit(source, "rollout.engine=fake", *unreachable, *QUICKSTART)
+    for job, code, says in ((user, 2, "Did you mean rollout.temperature?"), (infrastructure, 3, "127.0.0.1:9")):
+        assert head.wait_for_end(job) == JobStatus.FAILED
+        log = head.log_of(job)
+        assert head.client.get_job_info(job).driver_exit_code == code, log
+        assert says in log
+        assert "Traceback" not in log
+
+
+@pytest.mark.parametrize("token", [None, "0" * 64], ids=["missing", "wrong"])
+def test_without_the_token_a_driver_says_what_it_needs(head, token) -> None:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {}
+    began = time.monotonic()
+    driver = [sys.executable, "-m", "mempo_ray.driver", f"placement.address={head.address}", f"run.dir={head.home}"]
+    done = subprocess.run(driver, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    for part in ("placement.address", head.address, "401", "RAY_AUTH_MODE=token", "~/.ray/auth_token"):
+        assert part in done.stderr
+    assert time.monotonic() - began < 60  # imports and preflight, on a busy machine; the refusal itself is immediate
