@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.console import Console
 
@@ -26,7 +28,7 @@ from mempo_ray.data.tasks import KEPT_COLUMNS, read_tasks
 from mempo_ray.errors import DataError, InfrastructureError
 from mempo_ray.evaluation.reward_report import Checked, RewardReport
 from mempo_ray.observability.progress import make_display
-from mempo_ray.rewards.contract import Response, response_of
+from mempo_ray.rewards.contract import Response, extra_info_of, response_of
 from mempo_ray.rewards.rows import row_check
 from mempo_ray.serving import check, serving
 
@@ -118,12 +120,19 @@ def read_responses(config: Config, file: Path) -> list[Response]:
     Raises:
         DataError: neither, or rows that nobody could score.
     """
-    if file.suffix == ".parquet" and file.is_file() and "output_ids" in pq.read_schema(file).names:
+    if _is_trajectory_log(file):
         batch = TrajectoryBatch.from_arrow(pq.read_table(file))
         return [response_of(t, transcript=True) for t in batch.trajectories() if not t.end_reason.is_infrastructure]
     keys = config.data.question_key, config.data.answer_key
     tasks = read_tasks(str(file), *keys, row_check(config.reward), (*KEPT_COLUMNS, RESPONSE))
     return [_response_of_row(task, file) for task in tasks]
+
+
+def _is_trajectory_log(file: Path) -> bool:
+    try:
+        return file.suffix == ".parquet" and file.is_file() and "output_ids" in pq.read_schema(file).names
+    except pa.ArrowException:  # no Parquet; `read_tasks` says so
+        return False
 
 
 def _response_of_row(task: Task, file: Path) -> Response:
@@ -137,14 +146,14 @@ def _response_of_row(task: Task, file: Path) -> Response:
     turns = [parse_turn([text.encode()]) for text in texts]
     answer = extract_answer(turns)
     report = format_report(turns, [True] * (len(turns) - 1) + [False])
-    own = {"task_id": task.task_id, "question": task.question, "answer": answer, "num_turns": len(texts)}
+    known = {"answer": answer, "num_turns": len(texts), "format_valid": all(report.values())}
     return Response(
         data_source=task.data_source,
         golds=task.golds,
         turns=tuple(texts),
         answer=answer,
         format_report=report,
-        extra_info={**metadata, **own, "format_valid": all(report.values())},
+        extra_info=extra_info_of(replace(task, metadata=metadata), **known),
     )
 
 

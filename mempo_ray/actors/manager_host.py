@@ -172,7 +172,7 @@ class ManagerHost:
 
 async def _score_alone(route: _Route, response: Response) -> Score:
     try:
-        return as_score(await route.call(route.score, response))
+        return as_score(await route.call(route.score, response), num_turns=len(response.turns))
     except CallFailed as error:
         return Unscored(str(error), error.kind)
 
@@ -182,7 +182,8 @@ async def _score_together(route: _Route, responses: Sequence[Response]) -> list[
     try:
         scores = await route.call(route.score_batch, responses)
         if isinstance(scores, Sequence) and len(scores) == len(responses):
-            return [as_score(score) for score in scores]
+            pairs = zip(scores, responses, strict=True)
+            return [as_score(score, num_turns=len(response.turns)) for score, response in pairs]
         error = CallFailed(f"score_batch gave {scores!r:.80} for {len(responses)} responses", "scorer_error")
     except CallFailed as failed:
         error = failed

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mempo_ray.config.schema import Reward
-from mempo_ray.contracts import Batch, Ragged, Score, Scored, Trajectory, TrajectoryBatch, Unscored
+from mempo_ray.contracts import Batch, Ragged, Score, Scored, Task, Trajectory, TrajectoryBatch, Unscored
 from mempo_ray.errors import DataError
 
 # -- what a scorer gets -----------------------------------------------------------------------------------
@@ -61,7 +61,16 @@ class Response:
 
 
 RESPONSE_INFO = ("task_id", "question", "answer", "format_valid", "num_turns", "end_reason")
-"""Keys that `Response.extra_info` has beside the row's metadata; the first two of them win over it."""
+"""Keys that `Response.extra_info` has beside the row's metadata."""
+
+
+def extra_info_of(task: Task, **known: object) -> dict[str, Any]:
+    """The row's metadata, and what is known of the response.
+
+    A row keeps its own values (verl's GSM8K has an `answer` there, which must not become the policy's), save for
+    `task_id` and `question`.
+    """
+    return {**known, **task.metadata, "task_id": task.task_id, "question": task.question}
 
 
 class Scorer(Protocol):
@@ -76,21 +85,19 @@ class Scorer(Protocol):
 def response_of(trajectory: Trajectory, *, transcript: bool = False) -> Response:
     """The trajectory as scorers see it. `transcript`: with what the tools answered."""
     task = trajectory.task
-    own = {
-        "task_id": task.task_id,
-        "question": task.question,
-        "answer": trajectory.answer,
-        "format_valid": trajectory.format_valid,
-        "num_turns": len(trajectory.turns),
-        "end_reason": trajectory.end_reason.value,
-    }
     return Response(
         data_source=task.data_source,
         golds=task.golds,
         turns=tuple(turn.text for turn in trajectory.turns),
         answer=trajectory.answer,
         format_report=trajectory.format_report,
-        extra_info={**task.metadata, **own},
+        extra_info=extra_info_of(
+            task,
+            answer=trajectory.answer,
+            format_valid=trajectory.format_valid,
+            num_turns=len(trajectory.turns),
+            end_reason=trajectory.end_reason.value,
+        ),
         num_tokens=sum(int(turn.output_mask.sum()) for turn in trajectory.turns),
         tool_texts=tuple(turn.tool_text for turn in trajectory.turns) if transcript else (),
         tool_rewards=trajectory.tool_rewards,
@@ -142,7 +149,8 @@ def score_with(scorer: Scorer, response: Response, settings: Reward) -> Score:
         return as_score(value, num_turns=len(response.turns))
     except DataError as error:
         return Unscored(str(error), "data")
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a scorer may raise anything; here it becomes a counted value
+    # a scorer may raise anything, and cancel its own loop; here it becomes a counted value
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001
         return Unscored(f"{type(error).__name__}: {error}", "scorer_error")
 
 

@@ -18,7 +18,7 @@ def load_custom_scorer(section: CustomFunction) -> Scorer:
 
     solution_str   the policy's own text of all turns, a line break between turns; tool text is not in it
     ground_truth   str, list of aliases, or list of lists (several objectives): the simplest form that holds all
-    extra_info     the row's metadata (verl's extra_info), and contract.RESPONSE_INFO
+    extra_info     the row's metadata (verl's extra_info), and those of contract.RESPONSE_INFO that the row lacks
     kwargs         `reward.custom_function.kwargs`
     returns        a number, or a dict with 'score', anything else to report, and perhaps 'process_scores'
 
@@ -83,7 +83,7 @@ def _load(section: CustomFunction) -> Callable[..., object]:
     sys.modules[spec.name] = module  # dataclasses look their module up there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # the user's file may raise anything
+    except (Exception, SystemExit) as error:  # the user's file may raise anything
         raise ConfigError(
             f"reward.custom_function.path: {path} does not import: {type(error).__name__}: {error}"
         ) from error

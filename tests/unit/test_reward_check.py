@@ -67,6 +67,12 @@ def test_a_row_without_a_response_says_what_it_needs(tmp_path):
         read_responses(CONFIG, rows_file(tmp_path, 7))
 
 
+def test_a_file_that_is_no_parquet_says_so(tmp_path):
+    (tmp_path / "r.parquet").write_text("PAR1 and no more")
+    with pytest.raises(DataError, match="not a Parquet file that can be read"):
+        read_responses(CONFIG, tmp_path / "r.parquet")
+
+
 def test_the_command_shows_the_report_writes_it_and_compares_with_an_expectation(tmp_path):
     words = ["reward-check", "--responses", str(rows_file(tmp_path, GOOD, *["<answer>no</answer>"] * 9))]
     words += ["--out", str(tmp_path / "out"), "reward.scorer=mempo"]

@@ -51,7 +51,7 @@ class ApiJudge:
         name: of the style; the limiter knows it by it.
 
     Raises:
-        ConfigError: the template cannot be read, or the variable of the key is not set.
+        ConfigError: the template cannot be read, the pattern is none, or the variable of the key is not set.
     """
 
     def __init__(self, name: str, judge: Judge, limiter: Limiter) -> None:
@@ -59,7 +59,7 @@ class ApiJudge:
         self._judge = judge
         self._limiter = limiter
         self._template = load_template(f"reward.styles.{name}.judge.template", judge.template)
-        self._pattern = re.compile(judge.score_pattern)
+        self._pattern = _pattern(name, judge)
         self._client = httpx.AsyncClient(headers=_authorization(name, judge), timeout=judge.timeout_s)
 
     async def __call__(self, response: Response) -> Score:
@@ -73,8 +73,8 @@ class ApiJudge:
                 data_source=response.data_source,
                 extra_info=response.extra_info,
             )
-        except jinja2.TemplateError as error:
-            return Unscored(f"{self._judge.template}: {error}", "data")
+        except Exception as error:  # noqa: BLE001 - a template is the user's program: it may raise anything
+            return Unscored(f"{self._judge.template}: {type(error).__name__}: {error}", "data")
         last: list[str] = []
         try:
             async with asyncio.timeout(self._judge.timeout_s):
@@ -127,8 +127,10 @@ class ApiJudge:
                     content += chunk
                     if len(content) > MAX_REPLY_BYTES:
                         raise _Refused(f"the judge's reply has more than {MAX_REPLY_BYTES:,} bytes")
-        except httpx.TransportError as error:
+        except (httpx.TransportError, httpx.DecodingError) as error:
             raise TryAgain(f"{type(error).__name__}: {error}") from None
+        except (httpx.InvalidURL, UnicodeEncodeError) as error:
+            raise _Refused(f"the request cannot be made: {error}") from None
         text = content.decode("utf-8", "replace")
         if reply.status_code == 429 or reply.status_code >= 500:
             what = f"HTTP {reply.status_code} from {judge.url}: {text[:MAX_REASON_CHARS]}"
@@ -145,7 +147,7 @@ class ApiJudge:
             return Unscored(f"the judge's reply names no score: {(text or reply)[:MAX_REASON_CHARS]!r}", "scorer_error")
         try:
             raw = float(found[-1])
-        except (ValueError, TypeError):
+        except ValueError:
             return Unscored(f"judge.score_pattern finds {found[-1]!r}, which is no number", "scorer_error")
         if not judge.lowest <= raw <= judge.highest:
             return Unscored(
@@ -160,6 +162,7 @@ class _Refused(Exception):
 
 def check_judge(name: str, judge: Judge) -> None:
     """Raises ConfigError as `ApiJudge` does."""
+    _pattern(name, judge)
     load_template(f"reward.styles.{name}.judge.template", judge.template)
     _authorization(name, judge)
 
@@ -177,13 +180,26 @@ def load_template(key: str, path: str) -> jinja2.Template:
 
 def retry_after_s(header: str) -> float | None:
     """Seconds of a Retry-After header, which names seconds or a date; None where it names neither."""
-    if header.strip().isdigit():
+    if header.strip().isdecimal():
         return float(header)
     try:
         until = email.utils.parsedate_to_datetime(header)
     except (ValueError, TypeError):
         return None
+    if until.tzinfo is None:  # "-0000": a time in UTC of an unknown zone (RFC 5322)
+        until = until.replace(tzinfo=datetime.UTC)
     return max(0.0, (until - datetime.datetime.now(datetime.UTC)).total_seconds())
+
+
+def _pattern(name: str, judge: Judge) -> re.Pattern[str]:
+    key = f"reward.styles.{name}.judge.score_pattern"
+    try:
+        pattern = re.compile(judge.score_pattern)
+    except re.error as error:
+        raise ConfigError(f"{key}: {judge.score_pattern!r} is no regular expression ({error}).") from None
+    if pattern.groups != 1:
+        raise ConfigError(f"{key}: {judge.score_pattern!r} has {pattern.groups} groups; give it one, around the score.")
+    return pattern
 
 
 def _authorization(name: str, judge: Judge) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 
 import numpy as np
@@ -122,10 +123,16 @@ def test_tool_text_reaches_only_a_scorer_that_asks_for_the_transcript():
 
 
 def test_extra_info_is_the_rows_own_and_what_is_known_of_the_response():
-    task = dataclasses.replace(TASK, metadata={"index": 3, "answer": "of the row"})
-    response = response_of(trajectory("Paris", task=task))
+    response = response_of(trajectory("Paris", task=dataclasses.replace(TASK, metadata={"index": 3})))
     assert set(response.extra_info) == {"index", *RESPONSE_INFO}
     assert (response.extra_info["index"], response.extra_info["answer"], response.num_tokens) == (3, "Paris", 2)
+
+
+def test_the_policys_answer_never_stands_where_the_row_has_its_own():
+    """verl's GSM8K rows have the solution there; a scorer that compares with it would find every answer right."""
+    metadata = {"answer": "#### 72", "question": "short form", "task_id": "its own"}
+    info = response_of(trajectory("Paris", task=dataclasses.replace(TASK, metadata=metadata))).extra_info
+    assert (info["answer"], info["question"], info["task_id"]) == ("#### 72", TASK.question, TASK.task_id)
 
 
 # -- calling a scorer -------------------------------------------------------------------------------------
@@ -139,6 +146,10 @@ def exits(response, settings):
     raise SystemExit(3)
 
 
+async def cancels_itself(response, settings):
+    raise asyncio.CancelledError
+
+
 def bad_row(response, settings):
     raise DataError("no gold")
 
@@ -149,6 +160,7 @@ def bad_row(response, settings):
         (lambda r, s: {"score": 1, "em": np.float32(0.5)}, Scored(1.0, {"em": 0.5})),
         (async_half, Scored(0.5)),
         (exits, Unscored("SystemExit: 3", "scorer_error")),
+        (cancels_itself, Unscored("CancelledError: ", "scorer_error")),
         (bad_row, Unscored("no gold", "data")),
         (lambda r, s: 1 / 0, Unscored("ZeroDivisionError: division by zero", "scorer_error")),
     ],

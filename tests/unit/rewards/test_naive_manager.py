@@ -85,6 +85,8 @@ def test_a_missing_file_or_function_is_a_configuration_error_that_names_the_key(
         load_manager(custom(tmp_path, "def score_me(): ...", name="other"))
     with pytest.raises(ConfigError, match=r"does not import: SyntaxError"):
         load_manager(custom(tmp_path, "def"))
+    with pytest.raises(ConfigError, match=r"does not import: SystemExit"):
+        load_manager(custom(tmp_path, "raise SystemExit(0)"))
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ class CarelessManager:
         """Nothing to prepare."""
 
     def score(self, response):
-        return {"raises": 1 / 2, "nan": float("nan")}[response.answer]
+        return {"raises": 1 / 2, "nan": float("nan"), "steps": Scored(1.0, {}, (0.1, 0.2, 0.3))}[response.answer]
 
     def score_batch(self, responses):
         return [1.0] if any(r.answer == "short" for r in responses) else [self.score(r) for r in responses]
@@ -159,6 +159,8 @@ async def test_a_manager_that_raises_or_answers_nonsense_leaves_nobody_waiting()
     worker = RewardManagerWorker(Reward(manager="test-org/careless"))
     scores = await worker.score_batch(payload("raises", "nan", "unknown"))
     assert [getattr(s, "kind", s) for s in scores] == [Scored(0.5), "scorer_error", "scorer_error"]
+    (steps,) = await worker.score_batch(payload("steps"))
+    assert steps == Unscored("3 process scores for 1 turns", "scorer_error")
     short = await asyncio.gather(*(worker.score(payload(answer)) for answer in ("short", "raises")))
     assert [getattr(s, "kind", s) for s in short] == ["scorer_error", Scored(0.5)]
     await worker.close()

@@ -13,7 +13,7 @@ from mempo_ray.config.schema import Judge, Style
 from mempo_ray.contracts import Scored, Unscored
 from mempo_ray.errors import ConfigError
 from mempo_ray.rewards.contract import Response
-from mempo_ray.rewards.styles.api import ApiJudge, retry_after_s
+from mempo_ray.rewards.styles.api import ApiJudge, check_judge, retry_after_s
 from tests.fakes.judge_server import JudgeServer
 
 
@@ -124,11 +124,19 @@ async def test_four_workers_together_keep_the_limits(server, template):
     await asyncio.gather(*(worker.close() for worker in workers))
 
 
-async def test_a_template_that_does_not_fit_the_row_is_data(server, tmp_path):
+@pytest.mark.parametrize(("text", "reason"), [("{{ rubric }}", "rubric"), ("{{ question + 1 }}", "TypeError")])
+async def test_a_template_that_does_not_fit_the_row_is_data(server, tmp_path, text, reason):
     path = tmp_path / "judge.jinja"
-    path.write_text("{{ rubric }}")
+    path.write_text(text)
     (score,) = await ask(judge(server, str(path)), "score 1")
-    assert (score.kind, "rubric" in score.reason) == ("data", True)
+    assert (score.kind, reason in score.reason) == ("data", True)
+
+
+async def test_a_request_that_cannot_be_made_is_refused_and_not_tried_again(server, template):
+    settings = judge(server, template).model_copy(update={"url": "http://[::"})
+    for score in (*await ask(settings, "score 1"), *await ask(judge(server, template), "a lone surrogate: \ud800")):
+        assert (score.kind, "cannot be made" in score.reason) == ("scorer_error", True)
+    assert not server.starts_s
 
 
 def test_mistakes_in_the_section_are_told_before_anything_is_asked(tmp_path):
@@ -142,10 +150,21 @@ def test_mistakes_in_the_section_are_told_before_anything_is_asked(tmp_path):
     path.write_text("ok")
     with pytest.raises(ConfigError, match=r"api_key_env: the variable NO_SUCH_KEY is not set"):
         ApiJudge("j", Judge(template=str(path), api_key_env="NO_SUCH_KEY"), limiter)
+    for pattern, reason in (("score (", "no regular expression"), (r"score \d", "0 groups"), ("(a)(b)", "2 groups")):
+        with pytest.raises(ConfigError, match=rf"judge\.score_pattern: .*{reason}"):
+            check_judge("j", Judge(template=str(path), score_pattern=pattern))
 
 
 @pytest.mark.parametrize(
-    ("header", "seconds"), [("3", 3.0), ("", None), ("soon", None), ("Fri, 01 Jan 2021 00:00:00 GMT", 0.0)]
+    ("header", "seconds"),
+    [
+        ("3", 3.0),
+        ("", None),
+        ("²", None),
+        ("soon", None),
+        ("Fri, 01 Jan 2021 00:00:00 GMT", 0.0),
+        ("Fri, 01 Jan 2021 00:00:00 -0000", 0.0),
+    ],
 )
 def test_retry_after_names_seconds_or_a_date(header, seconds):
     assert retry_after_s(header) == seconds
