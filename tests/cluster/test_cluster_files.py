@@ -57,7 +57,6 @@ def pool_of(plan: Plan, role: str) -> set[str]:
     return {
         node.labels["mempo/pool"] if (node := plan.node_of(role, i)) else "nowhere"
         for i in range(plan.role(role).count)
-        for i in range(plan.role(role).count)
     }
 
 

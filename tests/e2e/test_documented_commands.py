@@ -7,15 +7,15 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import click
 import pytest
 
-from mempo_ray.config.load import load_config
+from mempo_ray.config.load import load_config, load_file, parse_command_line
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -28,6 +28,8 @@ AS_IT_IS = {"mempo-ray plan", "mempo-ray doctor", "python -m mempo_ray.config.re
 HELP = {"mempo-ray fetch", "mempo-ray eval", "mempo-ray ask", "mempo-ray index", "mempo-ray reward-check",
         "python -m retrieval_index", "python -m mempo_ray.tiny_policy"}  # fmt: skip
 """How a command is exercised, by its first words."""
+CLOUD = {"docker", "kubectl"}
+"""Programs that need a cluster: of such a command only the files of this repository that it names are looked at."""
 
 
 def commands() -> Iterator[tuple[str, str]]:
@@ -88,7 +90,13 @@ def test_documented_command(page: str, command: str, workplace: Path):
     elif kind in HELP:
         run([*program, *words[1 : len(kind.split())], "--help"], workplace, environment)
     elif kind == "ray":
-        assert shutil.which("ray", path=str(BIN))
+        check_ray(words[1:])
+    elif kind in CLOUD:
+        check_files(words)
+    elif kind == "source":
+        assert words[1] == ".venv/bin/activate"  # of `make setup`
+    elif kind == "export":
+        assert all("=" in word for word in words[1:])
     else:
         pytest.fail(f"{page}: no test knows how to exercise {command!r}")
 
@@ -100,6 +108,34 @@ def run(words: list[str], folder: Path, environment: dict[str, str]) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "Not ready on this machine" not in done.stdout or "7b" in " ".join(words), done.stdout[-500:]
+
+
+def check_ray(words: list[str]) -> None:
+    """Ray's own parser takes the command, whose files exist; a job's entrypoint has a configuration that validates."""
+    from ray.scripts.scripts import cli
+
+    command, context = cli, cli.make_context("ray", [], resilient_parsing=True)
+    while isinstance(command, click.Group):
+        name, command, words = command.resolve_command(context, words)
+        assert command is not None, f"ray has no command {name or words[0]}"
+        is_group = isinstance(command, click.Group)
+        context = command.make_context(name, list(words), parent=context, resilient_parsing=is_group)
+    check_files(words)
+    entrypoint = context.params.get("entrypoint", ())
+    if entrypoint:
+        assert entrypoint[:3] == ("python", "-m", "mempo_ray.driver")
+        parsed = parse_command_line(entrypoint[3:])
+        load_file(parsed.file and ROOT / parsed.file, parsed.overrides)
+
+
+def check_files(words: Iterable[str]) -> None:
+    assert [word for word in words if word.startswith("configs/") and not (ROOT / word).is_file()] == []
+
+
+@pytest.mark.parametrize("command", ["up --yess configs/cluster/aws.yaml", "job submitt -- true", "up configs/no.yaml"])
+def test_a_mistake_in_a_command_of_ray_is_seen(command: str):
+    with pytest.raises((click.UsageError, AssertionError)):
+        check_ray(shlex.split(command))
 
 
 def test_the_checkpoint_that_the_readme_names_is_the_quickstart_s_last():
