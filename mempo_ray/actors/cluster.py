@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import ray
+import ray.util
 from ray._private.grpc_utils import init_grpc_channel
 from ray._private.services import canonicalize_bootstrap_address
 from ray.core.generated.gcs_service_pb2 import GetClusterIdRequest
@@ -46,7 +47,7 @@ def connected(config: Config, namespace: str) -> Generator[None]:
 
     Raises:
         InfrastructureError: the cluster at `placement.address` (or RAY_ADDRESS) does not answer.
-        ConfigError: it answers, but not to the token that this process has.
+        ConfigError: it answers, but not to the token that this process has; or another process goes on with this run.
     """
     address = config.placement.address or os.environ.get("RAY_ADDRESS") or "local"
     options: dict[str, Any] = {}
@@ -78,6 +79,11 @@ def connected(config: Config, namespace: str) -> Generator[None]:
     finally:
         signal.signal(signal.SIGTERM, handler)
     try:
+        if names := ray.util.list_named_actors():
+            raise ConfigError(
+                f"run.resume: another process goes on with {namespace} (it has the actor {names[0]}); stop that one, or "
+                "give this run another run.name"
+            )
         yield
     finally:
         ray.shutdown()

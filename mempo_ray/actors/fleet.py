@@ -12,9 +12,10 @@ import asyncio
 import functools
 import math
 import shutil
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,6 @@ from mempo_ray.observability.run_folder import RunFolder
 from mempo_ray.placement.plan import Plan
 from mempo_ray.placement.reserve import Reservation, reserve
 from mempo_ray.training.settings import RankSettings
-
-REPLACED_ROLES = ("rollout", "policy", "batch_executor")
-"""Their actors are made again in a run, maybe before Ray has freed the name of the dead one; so they have none."""
 
 MEMORY = Path("/dev/shm")
 
@@ -202,9 +200,15 @@ class _Actors:
     end_of_turn_id: int
     record: Path | None
 
+    lives: Counter[str] = field(default_factory=Counter)  # of a name: Ray may not have freed that of a dead one
+
     def _options(self, role: str, index: int) -> dict[str, Any]:
-        name = f"{self.folder.root.name}/{role}-{index}"
-        return {**self.reservation.options(role, index), "name": None if role in REPLACED_ROLES else name}
+        """With the name `<run>/<role>-<index>`, or `<run>/life-2/<role>-<index>` for the first one's successor."""
+        run, own = self.folder.root.name, f"{role}-{index}"
+        self.lives[own] += 1
+        life = self.lives[own]
+        name = f"{run}/{own}" if life == 1 else f"{run}/life-{life}/{own}"
+        return {**self.reservation.options(role, index), "name": name}
 
     def engine(self, index: int) -> Any:
         concurrency = max_concurrency(self.config.rollout)
@@ -245,7 +249,8 @@ class _Actors:
 
     def limiter(self) -> Any:
         """No bundle of its own: it asks for no CPU."""
-        return JudgeLimiterActor.options(max_restarts=-1).remote(self.config.reward.styles)
+        name = f"{self.folder.root.name}/limiter-0"
+        return JudgeLimiterActor.options(name=name, max_restarts=-1).remote(self.config.reward.styles)
 
     def retrieval(self, index: int, folder: Path) -> Any:
         options = self._options("retrieval", index)
