@@ -81,8 +81,8 @@ def connected(config: Config, namespace: str) -> Generator[None]:
     try:
         if names := ray.util.list_named_actors():
             raise ConfigError(
-                f"run.resume: another process goes on with {namespace} (it has the actor {names[0]}); stop that one, or "
-                "give this run another run.name"
+                f"run.resume: another process goes on with {namespace} (it has the actor {names[0]}); stop that one, "
+                "or give this run another run.name"
             )
         yield
     finally:
@@ -110,7 +110,7 @@ def ask_for_id(address: str) -> None:
     except grpc.RpcError as error:
         if error.code() == grpc.StatusCode.UNAUTHENTICATED:
             raise ConfigError(
-                f"placement.address: the cluster at {address} refused this process (401: its token is missing or wrong). "
-                f"{TOKEN_REMEDY}"
+                f"placement.address: the cluster at {address} refused this process (401: its token is missing or "
+                f"wrong). {TOKEN_REMEDY}"
             ) from None
         raise ConnectionError(error.details()) from None
