@@ -76,7 +76,9 @@ def load_model(folder: Path, policy: Policy, gang: Gang, *, dtype: torch.dtype, 
     if not (folder / "config.json").is_file():
         raise ConfigError(f"policy.model: {folder} has no config.json; name a local Hugging Face folder")
     config = AutoConfig.from_pretrained(folder)
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+    layer_types = getattr(config, "layer_types", None)
+    slides = "sliding_attention" in layer_types if layer_types else getattr(config, "sliding_window", None)
+    if slides:
         raise ConfigError(f"policy.model: {folder} uses sliding-window attention, which is not served here")
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)

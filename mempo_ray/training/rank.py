@@ -155,6 +155,12 @@ class PolicyRank:
             return []
         plan = plan_forest(rows, self.settings.score_tokens)
         self._num_tokens, self._num_passes = plan.num_tokens, len(plan.passes)
+        self.scored.update(
+            num_passes=len(plan.passes),
+            num_tokens=plan.num_tokens,
+            num_plain_tokens=plan.num_plain_tokens,
+            num_trunks=plan.num_trunks,
+        )
         tensors = row_logprobs(model, plan, self.policy.autocast, self.gang)
         return [tensor.float().numpy() for tensor in tensors]
 
@@ -213,11 +219,14 @@ class PolicyRank:
             )
 
     def _costs(self, started: float) -> dict[str, float]:
+        return {"policy/seconds": time.monotonic() - started, "policy/peak_memory_gb": self.peak_memory_gb}
+
+    @property
+    def peak_memory_gb(self) -> float:
+        """GiB so far: device memory on CUDA, else resident memory."""
         if self.gang.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated()
-        else:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux
-        return {"policy/seconds": time.monotonic() - started, "policy/peak_memory_gb": peak / 2**30}
+            return torch.cuda.max_memory_allocated() / 2**30
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
 
     # -- weights --------------------------------------------------------------------------------------
 

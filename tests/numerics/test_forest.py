@@ -27,6 +27,7 @@ from mempo_ray.training.forest import Pass, plan_forest
 from mempo_ray.training.rank import PolicyRank
 from mempo_ray.training.rows import Row
 from tests.fakes.training import VOCAB, settings, train_command, trajectory, write_tiny_model
+from tests.fakes.training import forest as request
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 
@@ -175,6 +176,19 @@ def test_equal_memories_scored_in_one_run_have_no_advantage_at_all(baseline, tin
     assert len({sample.reward for trajectory in group for sample in trajectory.samples}) == 1
     (advantages,) = step_advantages([group], Algorithm(), switches)
     assert advantages.memory_GS == ((0.0,) * 3,) * 4
+
+
+def test_the_update_tells_what_the_forest_has_saved_since_the_one_before(tiny_model, solo_gang) -> None:
+    rank, payload = PolicyRank(settings(tiny_model), solo_gang), trajectory(0)
+    requests = (request("a", payload), request("b", payload))
+    assert rank.run(0, ScoreCommand(requests, (0, 0)), payload).num_passes == 1
+    train, payloads = train_command([payload], [1.0])
+    told = rank.run(1, train, *payloads).value
+    prompt, output = (len(payload.ragged[column][0]) for column in ("prompt_ids", "output_ids"))
+    assert told["scoring/num_passes"] == told["scoring/num_trunks"] == 1
+    assert told["scoring/num_tokens"] == prompt + (output - 1) + 2  # the last token of a row predicts nothing
+    assert told["scoring/num_plain_tokens"] == 2 * (2 * prompt + (output - 1) + 2)
+    assert rank.run(2, train, *payloads).value["scoring/num_tokens"] == 0
 
 
 # -- the benchmark ------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -242,6 +243,21 @@ def test_supervised_steps_learn_and_raise_the_version(tiny_model, solo_gang) -> 
     assert losses[-1] < losses[0] / 2
     assert rank.version == 12
     assert rank.schedule_step == 0  # the driver sets the rate of the cold start
+
+
+@pytest.mark.parametrize(
+    ("family", "written"),
+    [("mistral", {}), ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0})],
+)
+def test_a_model_whose_attention_slides_is_refused(family, written, solo_gang, tmp_path) -> None:
+    """Two spellings: Mistral names a window and no layers, Qwen2 the layers that have one."""
+    folder = write_tiny_model(tmp_path / family, family=family)
+    config = folder / "config.json"
+    config.write_text(
+        json.dumps({k: v for k, v in json.loads(config.read_text()).items() if k != "layer_types"} | written)
+    )
+    with pytest.raises(ConfigError, match="sliding-window attention"):
+        PolicyRank(settings(folder), solo_gang)
 
 
 def test_a_command_out_of_sequence_is_refused_before_it_runs(tiny_model, solo_gang) -> None:
