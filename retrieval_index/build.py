@@ -5,7 +5,7 @@
 
     on a kill      the temporary folder `.NAME.partial` stays; the next build of the same folder goes on from its
                    passages and vectors if corpus and encoder are the same, else it starts again
-    on bad input   nothing stays
+    on bad input   nothing stays but what a killed build had left
     two at once    the second is refused: the temporary folder is locked
 
 The vectors of a build live in one file on disk, not in memory, and FAISS is fed from it in slices. The same input gives
@@ -96,7 +96,7 @@ def build_index(
     announce = announce or (lambda line: None)
     with partial_folder(out_dir) as folder:
         _clear(folder)
-        count = _write_passages(folder, corpus)
+        count, sources = _write_passages(folder, corpus)
         num_threads = 1 if deterministic else faiss.omp_get_max_threads()
         plan = None
         if encoder is not None:
@@ -107,7 +107,7 @@ def build_index(
         if kind in ("bm25", "hybrid"):
             announce(describe_bm25(count))
             bm25.write_bm25(PassageStore(folder / PASSAGES_FILE).all_texts(), folder / BM25_FOLDER)
-        manifest = _write_manifest(folder, kind, plan, encoder, count, stamp_sources(corpus, embeddings))
+        manifest = _write_manifest(folder, kind, plan, encoder, count, sources | stamp_sources((), embeddings))
         sync_tree(folder)
         replace_folder(folder, out_dir)
     return manifest
@@ -135,21 +135,25 @@ def _clear(folder: Path) -> None:
 # --- passages ------------------------------------------------------------------------------------------------
 
 
-def _write_passages(folder: Path, corpus: str | Path | Iterable[DocumentLike]) -> int:
+def _write_passages(folder: Path, corpus: str | Path | Iterable[DocumentLike]) -> tuple[int, dict[str, FileStamp]]:
     """Write passages.arrow, or keep the one that a killed build has made of the same file. Passages that are given
-    in memory are always written: their vectors are found again by the checksum of that file."""
+    in memory are always written: their vectors are found again by the checksum of that file.
+
+    Returns their number, and the stamp of the corpus before it was read: where it changes during the build, the index
+    is out of date."""
     path, inputs = folder / PASSAGES_FILE, folder / INPUTS_FILE
     if not isinstance(corpus, str | Path):
         inputs.unlink(missing_ok=True)
-        return write_passages(enumerate(corpus, start=1), path, source="the given passages")
+        return write_passages(enumerate(corpus, start=1), path, source="the given passages"), {}
     rows = read_corpus(corpus)
-    now = json.dumps({name: asdict(stamp) for name, stamp in stamp_sources(corpus, None).items()})
+    stamps = stamp_sources(corpus, None)
+    now = json.dumps({name: asdict(stamp) for name, stamp in stamps.items()})
     if inputs.is_file() and inputs.read_text(encoding="utf-8") == now:
-        return len(PassageStore(path))
+        return len(PassageStore(path)), stamps
     inputs.unlink(missing_ok=True)
     count = write_passages(rows, path, source=str(corpus))
     inputs.write_text(now, encoding="utf-8")
-    return count
+    return count, stamps
 
 
 # --- vectors -------------------------------------------------------------------------------------------------

@@ -14,11 +14,13 @@ from retrieval_index.errors import BuildError, BuildRunning, CorpusError
 
 @contextmanager
 def partial_folder(out_dir: Path) -> Generator[Path]:
-    """The locked temporary folder of `out_dir`. Bad input removes it, any other failure leaves it for the next run."""
+    """The locked temporary folder of `out_dir`. Bad input removes it, unless an earlier run has left its work there;
+    any other failure leaves it for the next run."""
     partial = out_dir.with_name(f".{out_dir.name}.partial")
     try:
         partial.mkdir(parents=True, exist_ok=True)
         lock = os.open(partial, os.O_RDONLY)
+        is_new = not any(partial.iterdir())
     except OSError as error:
         raise BuildError(f"cannot write {partial}: {error.strerror}", "out", "choose another folder") from error
     try:
@@ -27,7 +29,8 @@ def partial_folder(out_dir: Path) -> Generator[Path]:
     except BuildRunning:
         raise
     except (CorpusError, BuildError):
-        shutil.rmtree(partial, ignore_errors=True)
+        if is_new:
+            shutil.rmtree(partial, ignore_errors=True)
         raise
     finally:
         os.close(lock)

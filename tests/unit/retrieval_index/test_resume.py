@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from retrieval_index.build import build_index
+from retrieval_index.build import build_index, stamp_sources
 from retrieval_index.corpus import Document
 from retrieval_index.encoder import HashEncoder
 from retrieval_index.errors import BuildError, BuildRunning, CorpusError
@@ -80,6 +80,29 @@ def test_a_corpus_that_changed_in_between_is_encoded_anew(tmp_path: Path) -> Non
     manifest = build_index(changed, encoder, "flat", tmp_path / "index")
     assert encoder.encoded == len(CORPUS)
     assert manifest.files == build_index(changed, HashEncoder(64), "flat", tmp_path / "whole").files
+
+
+def test_a_corpus_that_changes_while_it_is_encoded_leaves_an_index_that_is_out_of_date(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.tsv"
+    path.write_text("id\ttext\nd0\tmentor n0 n1 .\n")
+    before = stamp_sources(path, None)
+
+    def change(done: int, total: int) -> None:
+        path.write_text("id\ttext\nd0\tboss n0 n1 .\n")
+
+    manifest = build_index(path, HashEncoder(64), "flat", tmp_path / "index", progress=change)
+    assert manifest.sources == before != stamp_sources(path, None)
+
+
+def test_a_slip_of_the_user_costs_no_vector_of_a_killed_build(tmp_path: Path) -> None:
+    die_after(2, tmp_path / "index")
+    with pytest.raises(CorpusError, match="there is no file"):
+        build_index(tmp_path / "typo.tsv", HashEncoder(64), "flat", tmp_path / "index")
+    with pytest.raises(BuildError, match="use at most"):
+        build_index(CORPUS, HashEncoder(64), "ivf", tmp_path / "index", tuning=Tuning(nlist=len(CORPUS) + 1))
+    encoder = MortalEncoder(NUM_SLICES)
+    build_index(CORPUS, encoder, "flat", tmp_path / "index")
+    assert encoder.encoded == len(CORPUS) - 2 * ROWS_PER_SLICE
 
 
 def test_another_kind_takes_the_vectors_and_nothing_else_of_a_killed_build(tmp_path: Path) -> None:
