@@ -246,7 +246,10 @@ class PassageStore:
 
     def find(self, identity: str) -> Document | None:
         """The passage of this id. It reads the column of ids: a second for 20 million."""
-        row = pc.index(self._table["id"], identity).as_py()
+        try:
+            row = pc.index(self._table["id"], identity).as_py()
+        except UnicodeEncodeError:  # half of a surrogate pair, which no id holds
+            return None
         return None if row < 0 else self[row]
 
     def all_texts(self) -> Iterator[str]:

@@ -25,6 +25,7 @@ from typing import Annotated, Any, Protocol
 
 import uvicorn
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
@@ -87,6 +88,7 @@ def make_app(searches: Searches, index: str | Path, default_top_k: int = DEFAULT
 
     app = FastAPI(title="retrieval_index", lifespan=lifespan)
     app.add_exception_handler(ServiceError, _answer_error)
+    app.add_exception_handler(RequestValidationError, _answer_wrong_body)
 
     @app.post("/retrieve")
     async def retrieve(body: RetrieveRequest) -> JSONResponse:
@@ -152,3 +154,13 @@ async def _answer_error(_: Request, error: Exception) -> JSONResponse:
     if isinstance(error, ServiceOverloaded | ServiceClosed):
         return JSONResponse({"detail": str(error)}, 503, {"Retry-After": "1"})
     return JSONResponse({"detail": str(error)}, 504 if isinstance(error, SearchTimeout) else 500)
+
+
+async def _answer_wrong_body(_: Request, error: Exception) -> JSONResponse:
+    """Without the input itself, which FastAPI would repeat: it may be large, or hold what JSON cannot (NaN)."""
+    assert isinstance(error, RequestValidationError)
+    return JSONResponse({"detail": "; ".join(f"{_place(e['loc'])}: {e['msg']}" for e in error.errors()[:10])}, 422)
+
+
+def _place(path: Sequence[str | int]) -> str:
+    return ".".join(str(part) for part in path)

@@ -31,6 +31,9 @@ class Client:
     async def refused(self, path: str, body: object) -> httpx.Response:
         return await self._client.post(path, json=body)
 
+    async def send(self, path: str, body: bytes) -> httpx.Response:
+        return await self._client.post(path, content=body, headers={"Content-Type": "application/json"})
+
     async def get(self, path: str) -> dict:
         return (await self._client.get(path)).json()
 
@@ -112,6 +115,29 @@ async def test_a_wrong_body_is_the_client_s_mistake_and_says_where(client: Clien
     response = await client.refused("/retrieve", body)
     assert response.status_code == 422
     assert word in response.text
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"\xff\xfe", 422),
+        (b'{"queries": ["\xff"]}', 400),  # FastAPI's own answer to bytes that are not UTF-8
+        (b"", 422),
+        (b"[" * 100_000, 400),
+        (b'{"queries": "\\ud800"}', 422),  # these three cannot be repeated in a reply
+        (b'{"queries": [NaN]}', 422),
+        (b'{"queries": ["a"], "topk": 1e400}', 422),
+    ],
+)
+async def test_a_body_that_is_not_text_or_not_json_is_answered_with_a_sentence(client: Client, body, status) -> None:
+    response = await client.send("/retrieve", body)
+    assert response.status_code == status
+    assert isinstance(response.json()["detail"], str)
+
+
+async def test_half_of_a_utf_16_pair_finds_nothing_and_is_no_address(client: Client) -> None:
+    assert (await client.send("/retrieve", b'{"queries": ["\\ud800"]}')).json() == {"result": [[]]}
+    assert (await client.send("/access", b'{"urls": ["\\ud800"]}')).json() == {"result": [None]}
 
 
 async def test_health_says_what_is_served_and_stats_what_was(client: Client, index_folder: Path) -> None:
