@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
+
+# As in `make test`, before numpy, torch or FAISS load: on busy cores OpenMP's threads wait for one another, many times
+# as long as they work.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.fakes.training import free_port, write_tiny_model
 
