@@ -39,7 +39,11 @@ def train(context: typer.Context) -> None:
 
 @app.command(context_settings=OVERRIDES)
 def plan(context: typer.Context) -> None:
-    """[--config FILE] [key=value ...]: print the plan and the resolved configuration; start nothing."""
+    """[--config FILE] [key=value ...]: print where each actor would go, or what is short; start nothing.
+
+    For the running cluster of placement.address (or RAY_ADDRESS), else the file in placement.cluster_shape, else this
+    machine.
+    """
     raise typer.Exit(driver.main(["--dry-run", *context.args]))
 
 

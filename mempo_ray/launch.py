@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 from mempo_ray.actors.cluster import connected
@@ -15,6 +16,7 @@ from mempo_ray.actors.fleet import open_fleet
 from mempo_ray.actors.metrics_sink import RaySink
 from mempo_ray.agent.prompt import Renderer
 from mempo_ray.agent.tokenizer import FileTokenizer
+from mempo_ray.config.job import STOP_WAIT, Job
 from mempo_ray.config.load import resolved_yaml
 from mempo_ray.config.models import model_folder, read_model_shape
 from mempo_ray.config.schema import Config
@@ -29,8 +31,10 @@ from mempo_ray.observability.resources import MemoryMonitor
 from mempo_ray.observability.run_folder import RunFolder
 from mempo_ray.observability.timing import StageTimer
 from mempo_ray.placement.plan import make_plan
-from mempo_ray.placement.reserve import cluster_shape
+from mempo_ray.placement.ray_state import largest_shape, live_shape, view
+from mempo_ray.placement.shape import ClusterShape, ClusterView
 from mempo_ray.ports import MetricSink
+from mempo_ray.preflight import joins_a_cluster
 from mempo_ray.rewards.rows import row_check
 from mempo_ray.session import Session
 
@@ -47,7 +51,13 @@ async def open_session(config: Config, *, with_engines: bool = True) -> AsyncGen
     folder.write_text("config.yaml", resolved_yaml(config))
     folder.write_versions()
     display = make_display(config.run.steps)
-    display.say(f"run folder: {folder.root}" + (f", copied to {mirror.uri}" if mirror else ""))
+    display.say(f"run folder: {folder.root.absolute()}" + (f", copied to {mirror.uri}" if mirror else ""))
+    if (job := Job.current()) is not None:
+        folder.write_json("job.json", asdict(job))
+        display.say(
+            f"job {job.submission_id}: `ray job stop` gives this run {job.stop_wait_s:g} s to save and close "
+            f"({STOP_WAIT} in the job's environment)"
+        )
     alarms = AlarmSink(config.alarms, folder, display.say, folder.read_metrics())
     sinks: list[MetricSink] = [JsonlSink(folder), display, alarms]
     async with AsyncExitStack() as stack:
@@ -62,9 +72,7 @@ async def open_session(config: Config, *, with_engines: bool = True) -> AsyncGen
         display.stage("starting Ray and the actors")
         stack.enter_context(connected(config, folder.root.name))
         sinks.append(RaySink(folder.root.name))
-        plan = make_plan(
-            config, cluster_shape(config.placement.cluster_shape), read_model_shape(config.policy.model)
-        ).require()
+        plan = make_plan(config, shape_to_plan_for(config), read_model_shape(config.policy.model)).require()
         model_dir = model_folder(config.policy.model)
         columns = config.data.question_key, config.data.answer_key
         train_tasks = read_tasks(config.data.train, *columns, row_check(config.reward))
@@ -87,6 +95,21 @@ async def open_session(config: Config, *, with_engines: bool = True) -> AsyncGen
             timer=StageTimer(take_gb=memory.take_gb),
         )
         yield session, checkpoint
+
+
+def shape_to_plan_for(config: Config) -> ClusterShape:
+    """The most that the connected cluster can take; a local one never grows."""
+    return largest_shape(config.placement.cluster_shape) if joins_a_cluster(config) else live_shape()
+
+
+def look_at_cluster(config: Config) -> ClusterView:
+    """The cluster that a run would join, for a dry run: nothing is reserved or started.
+
+    Raises:
+        InfrastructureError, ConfigError: as `connected`.
+    """
+    with connected(config, "plan"):
+        return view(config.placement.cluster_shape)
 
 
 def open_run_folder(config: Config, mirror: Mirror | None, checkpoint: str | None) -> RunFolder:

@@ -39,7 +39,7 @@ from mempo_ray.errors import ConfigError, DataError, MempoError, ToolFailed
 from mempo_ray.observability.mirror import Mirror, find_checkpoint
 from mempo_ray.placement.machine import this_machine
 from mempo_ray.placement.plan import Plan, make_plan
-from mempo_ray.placement.shape import ClusterShape, read_cluster_shape
+from mempo_ray.placement.shape import ClusterShape, ClusterView, read_cluster_shape
 from mempo_ray.rewards.registry import MANAGERS, SCORERS
 from mempo_ray.rewards.rows import has_programs, row_check
 from mempo_ray.rewards.sandbox import code_service, open_sandbox
@@ -69,6 +69,7 @@ class Checked:
     config: Config
     plan: Plan
     missing: str = ""
+    busy: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -77,18 +78,22 @@ class Checked:
         return 2 if self.plan.shortages or (self.missing and not elsewhere) else 0
 
     def describe(self) -> str:
-        parts = [self.plan.table(), "\nConfiguration:\n", resolved_yaml(self.config).rstrip()]
+        parts = [self.plan.table()]
+        if self.busy:
+            parts.append(f"  busy: {self.busy}")
+        parts += ["\nConfiguration:\n", resolved_yaml(self.config).rstrip()]
         if self.missing:
             parts.append(f"\nNot ready on this machine:\n{self.missing}")
         return "\n".join(parts)
 
 
-def preflight(config: Config, *, dry_run: bool = False) -> Checked:
+def preflight(config: Config, *, dry_run: bool = False, view: ClusterView | None = None) -> Checked:
     """Check all that needs no cluster.
 
     Args:
         dry_run: what is missing here (files, resources) is kept in the answer in place of being raised, so that a
             run can be planned where its data and model are not.
+        view: of the running cluster that a dry run plans for; None: `known_shape`.
 
     Raises:
         ConfigError, DataError, PlacementError: the first mistake, by key or file, with its remedy.
@@ -103,10 +108,11 @@ def preflight(config: Config, *, dry_run: bool = False) -> Checked:
         if not dry_run:
             raise
         missing = str(error)
-    plan = make_plan(config, known_shape(config), read_model_shape(config.policy.model))
-    if not dry_run and _is_local(config):
+    shape = view.largest if view else known_shape(config) if dry_run else this_machine()
+    plan = make_plan(config, shape, read_model_shape(config.policy.model))
+    if not dry_run and not joins_a_cluster(config):
         plan.require()
-    return Checked(config, plan, missing)
+    return Checked(config, plan, missing, "" if view is None else plan.busy(view))
 
 
 def check_files(config: Config) -> None:
@@ -127,9 +133,9 @@ def known_shape(config: Config) -> ClusterShape:
     return read_cluster_shape(shape) if shape else this_machine()
 
 
-def _is_local(config: Config) -> bool:
-    """Whether the run will be on a cluster of its own on this machine."""
-    return not (config.placement.address or config.placement.cluster_shape or os.environ.get("RAY_ADDRESS"))
+def joins_a_cluster(config: Config) -> bool:
+    """Whether the run joins a cluster that is up, and does not start one of its own on this machine."""
+    return (config.placement.address or os.environ.get("RAY_ADDRESS") or "local") != "local"
 
 
 def import_plugins(config: Config) -> None:

@@ -28,12 +28,11 @@ from mempo_ray.data.tasks import read_tasks
 from mempo_ray.errors import ConfigError, InfrastructureError
 from mempo_ray.evaluation.report import EvalReport
 from mempo_ray.generation.engine import unproven
-from mempo_ray.launch import open_session, synthetic_passages
+from mempo_ray.launch import open_session, shape_to_plan_for, synthetic_passages
 from mempo_ray.observability.mirror import local_runs
 from mempo_ray.observability.progress import Display, make_display
 from mempo_ray.observability.run_folder import COMPLETE, RunFolder
 from mempo_ray.placement.plan import make_plan
-from mempo_ray.placement.reserve import cluster_shape
 from mempo_ray.rewards.rows import row_check
 
 EXPORT = "hf"
@@ -96,7 +95,7 @@ async def serving(config: Config, name: str, display: Display) -> AsyncGenerator
     with connected(config, folder.root.name):
         plan = make_plan(
             config,
-            cluster_shape(config.placement.cluster_shape),
+            shape_to_plan_for(config),
             read_model_shape(config.policy.model),
             with_policy=False,
         ).require()

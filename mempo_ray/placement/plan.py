@@ -24,7 +24,7 @@ from mempo_ray.config.schema import Config
 from mempo_ray.errors import PlacementError
 from mempo_ray.placement.fit import Bundle, Group, Places, Strategy, fit, holds_alone
 from mempo_ray.placement.memory import Estimate, estimate
-from mempo_ray.placement.shape import ClusterShape, Node
+from mempo_ray.placement.shape import ClusterShape, ClusterView, Node
 
 CPU_WEIGHTS = {
     "policy": 4,
@@ -116,8 +116,14 @@ class Plan:
     def require(self) -> Plan:
         """The plan itself, or PlacementError with every shortage."""
         if self.shortages:
-            raise PlacementError("\n".join(self.shortages))
+            raise PlacementError("\n".join(self.shortages) + f" (Checked against {self.shape.source}.)")
         return self
+
+    def busy(self, view: ClusterView) -> str:
+        """Which bundles would have to wait, and for whom; '' where all are free."""
+        places = [node for group in fit(self.groups, view.free) for node in group]
+        waiting = [who(bundle) for bundle, node in zip(self.bundles, places, strict=True) if node is None]
+        return f"{few(waiting)} would have to wait; held by {view.held}" if waiting else ""
 
     def table(self) -> str:
         """The plan for a person: where each role goes, what lies in memory, totals, notes and shortages."""
@@ -161,13 +167,14 @@ def make_plan(
     names = [name for name in CPU_WEIGHTS if counts[name] and (with_policy or name not in TRAINING_ROLES)]
     cpus = _share_cpus({name: counts[name] for name in names}, config.placement.num_cpus)
     gpus = _gpus_each(config)
-    roles = tuple(
-        Role(name, counts[name], cpus[name], gpus[name], _labels_of(config, name),
-             estimate(name, config, model, shape.gpu_memory_gb))
-        for name in names
-    )  # fmt: skip
+    roles = []
+    for name in names:
+        labels = _labels_of(config, name)
+        memory = estimate(name, config, model, min(shape.gpu_sizes_gb(labels), default=0))
+        roles.append(Role(name, counts[name], cpus[name], gpus[name], labels, memory))
     groups = _groups(roles, config)
-    plan = Plan(config.placement.layout, shape, roles, groups, config.placement.object_store_gb, fit(groups, shape))
+    store_gb = config.placement.object_store_gb
+    plan = Plan(config.placement.layout, shape, tuple(roles), groups, store_gb, fit(groups, shape))
     shortages = (*_contradictions(config), *_missing(plan, config))
     return replace(plan, shortages=shortages, notes=_notes(config, plan, model))
 
@@ -368,9 +375,8 @@ def _memory_remedy(bundle: Bundle) -> str:
 
 
 def _gpu_memory_short(plan: Plan, config: Config) -> Iterator[str]:
-    gpu_gb = plan.shape.gpu_memory_gb
-    for role in plan.roles if gpu_gb else ():
-        has = gpu_gb * max(1, role.gpus)
+    for role in plan.roles:
+        has = max(plan.shape.gpu_sizes_gb(role.labels), default=math.inf) * max(1, role.gpus)
         if role.name == "rollout":
             needs, has = role.memory.gpu.get("weights", 0.0), has * config.rollout.gpu_memory_utilization
             remedy = "Raise rollout.tensor_parallel or rollout.gpu_memory_utilization."
@@ -411,13 +417,13 @@ def _notes(config: Config, plan: Plan, model: ModelShape | None) -> tuple[str, .
     if elastic:
         notes.append(f"elastic: {config.rollout.min_replicas} to {config.rollout.max_replicas} engines; from "
                      f"rollout[{elastic[0]}] on each has a group of its own, so its node can be freed")  # fmt: skip
-    memory_gb, gpu_gb = plan.shape.memory_gb, plan.shape.gpu_memory_gb
+    memory_gb = plan.shape.memory_gb
     if memory_gb and plan.host_gb > memory_gb:
         notes.append(f"about {plan.host_gb:.1f} GB of host memory estimated, the nodes have {memory_gb:.1f} GB: lower "
                      "policy.micro_batch_tokens, rollout.kv_cache_gb or placement.object_store_gb")  # fmt: skip
     for role in plan.roles:
-        need = sum(role.memory.gpu.values())
-        if gpu_gb and need > gpu_gb * max(1, role.gpus):
+        need, gpu_gb = sum(role.memory.gpu.values()), min(plan.shape.gpu_sizes_gb(role.labels), default=math.inf)
+        if need > gpu_gb * max(1, role.gpus):
             notes.append(f"{role.name}: about {need:.0f} GB of GPU memory estimated, a GPU has {gpu_gb:.0f} GB")
     return tuple(notes)
 

@@ -17,9 +17,11 @@ from ray._private.state import GlobalState
 from ray.core.generated.gcs_pb2 import ActorTableData  # pyrefly: ignore[missing-module-attribute]
 from ray.util.placement_group import placement_group_table
 
-from mempo_ray.placement.shape import MAX_NODES, ClusterShape, Node, ray_node, read_cluster_shape
+from mempo_ray.placement.plan import few
+from mempo_ray.placement.shape import MAX_NODES, ClusterShape, ClusterView, Node, ray_node, read_cluster_shape
 
 NODE_ID, NODE_GROUP = "ray.io/node-id", "ray.io/node-group"
+HEAD = "node:__internal_head__"
 UNITS = ("CPU", "GPU")
 OURS = "mempo"
 """Placement groups of runs are called `mempo:<run>:<reservation>:<group>`."""
@@ -46,7 +48,13 @@ def largest_shape(file: str = "") -> ClusterShape:
 def live_shape() -> ClusterShape:
     """The nodes that are up."""
     nodes = tuple(_node(info, info["Resources"]) for info in _alive())
-    return ClusterShape(nodes, f"the Ray cluster ({len(nodes)} node{'s' if len(nodes) != 1 else ''})")
+    up = f"{len(nodes)} node{'s' if len(nodes) != 1 else ''} up"
+    return ClusterShape(nodes, f"the Ray cluster: {up}, and no more known of (placement.cluster_shape)")
+
+
+def view(file: str = "") -> ClusterView:
+    """All that a plan can be held against. `file` as in `largest_shape`."""
+    return ClusterView(largest_shape(file), free_shape(), held_by())
 
 
 def free_shape() -> ClusterShape:
@@ -56,11 +64,16 @@ def free_shape() -> ClusterShape:
     return ClusterShape(tuple(nodes), "what is free")
 
 
-def holders(mine: str) -> list[Holder]:
-    """Who holds CPUs and GPUs, most GPUs first; groups whose name starts with `mine` are left out."""
+def held_by(mine: str = "") -> str:
+    """Who holds CPUs and GPUs, most GPUs first; `mine` is the name of a reservation that is left out."""
+    return few([str(holder) for holder in holders(mine)]) or "nobody"
+
+
+def holders(mine: str = "") -> list[Holder]:
+    """As `held_by`, one by one."""
     held: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for group in placement_group_table().values():
-        if group["state"] in ("CREATED", "PREPARED", "RESCHEDULING") and not group["name"].startswith(mine):
+        if group["state"] in ("CREATED", "PREPARED", "RESCHEDULING") and not (mine and group["name"].startswith(mine)):
             for bundle in group["bundles"].values():
                 _add(held[_group_owner(group["name"], group["placement_group_id"])], bundle)
     for name, resources in _actors_outside_groups():
@@ -113,7 +126,8 @@ def autoscaler_shape() -> ClusterShape | None:
         ]
         return ClusterShape(tuple(nodes), "the autoscaler's node types")
     file = _autoscaler_file(ray.get_runtime_context().gcs_address)
-    return read_cluster_shape(file) if file else None
+    head = next((_node(info, info["Resources"]) for info in _alive() if HEAD in info["Resources"]), None)
+    return read_cluster_shape(file, head) if file else None
 
 
 def _autoscaler_file(gcs_address: str) -> str:

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from mempo_ray.errors import PlacementError
 from mempo_ray.placement.fit import Bundle, Group
 from mempo_ray.placement.plan import Plan, describe, few, own_group, who
-from mempo_ray.placement.ray_state import OURS, free_shape, holders, largest_shape
+from mempo_ray.placement.ray_state import OURS, free_shape, held_by
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +33,6 @@ FIRST_WORDS_S, WORDS_EVERY_S = 3.0, 10.0
 """When a wait is first explained, and how often from then on."""
 GRACE_S, GIVE_WAY_S = 3.0, 20.0
 """How long groups may wait for each other while another run waits too, and how long they are then given back."""
-
-cluster_shape = largest_shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,10 +127,9 @@ class _Waiting:
         missing = self._missing()
         bundles = [bundle for group in missing for bundle in group.bundles]
         free = [f"{node.name} {node.cpus:g} CPU, {node.gpus:g} GPU" for node in free_shape().nodes]
-        held = [str(holder) for holder in holders(self._name)]
         return (
             f"{few([who(bundle) for bundle in bundles])} {'have' if len(bundles) > 1 else 'has'} no place; asked for "
-            f"{_asked(bundles)}; free now: {few(free, '; ') or 'no node'}; held by {few(held) or 'nobody'}"
+            f"{_asked(bundles)}; free now: {few(free, '; ') or 'no node'}; held by {held_by(self._name)}"
         )
 
     def _ask(self) -> None:

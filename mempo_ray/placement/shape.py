@@ -67,17 +67,32 @@ class ClusterShape:
     def memory_gb(self) -> float:
         return sum(n.memory_gb for n in self.nodes)
 
-    @property
-    def gpu_memory_gb(self) -> float:
-        """Memory of the smallest GPU; 0 where unknown."""
-        return min((n.gpu_memory_gb for n in self.nodes if n.gpus), default=0.0)
+    def gpu_sizes_gb(self, labels: Mapping[str, str]) -> list[float]:
+        """Memory of one GPU of each node with the labels, where it is known."""
+        return [n.gpu_memory_gb for n in self.nodes if n.gpus and n.gpu_memory_gb and n.has(labels)]
 
 
-def read_cluster_shape(file: str | Path) -> ClusterShape:
-    """The largest shape that a YAML file describes. Raises ConfigError: it is none of the three forms."""
+@dataclass(frozen=True)
+class ClusterView:
+    """A running cluster: the most that it can take, what is free now, and who holds the rest, in words."""
+
+    largest: ClusterShape
+    free: ClusterShape
+    held: str
+
+
+def read_cluster_shape(file: str | Path, head: Node | None = None) -> ClusterShape:
+    """The largest shape that a YAML file describes.
+
+    Args:
+        head: the head node, where it is up; a launcher's file need not say what it has.
+
+    Raises:
+        ConfigError: it is none of the three forms.
+    """
     try:
         documents = list(yaml.safe_load_all(Path(file).read_text(encoding="utf-8")))
-        shapes = [shape for raw in documents if (shape := shape_of(raw, str(file))) is not None]
+        shapes = [shape for raw in documents if (shape := shape_of(raw, str(file), head)) is not None]
         if not shapes:
             raise ValueError("no nodes in it")
         return shapes[0]
@@ -85,19 +100,18 @@ def read_cluster_shape(file: str | Path) -> ClusterShape:
         raise ConfigError(f"placement.cluster_shape: {file}: {_words(error)}; it takes {FORM}.") from None
 
 
-def shape_of(raw: Mapping[str, Any], source: str) -> ClusterShape | None:
+def shape_of(raw: Mapping[str, Any], source: str, head: Node | None = None) -> ClusterShape | None:
     """The shape in a parsed file; None where it is about something else."""
     if "nodes" in raw:
         return ClusterShape(tuple(_own_nodes(raw["nodes"])), source)
     if "available_node_types" in raw:
-        types = raw["available_node_types"]
         most = int(raw.get("max_workers", 2))  # Ray's default
-        nodes = tuple(
-            node
-            for name, entry in types.items()
-            for node in _launched(name, entry, 1 if name == raw["head_node_type"] else entry.get("max_workers", most))
-        )
-        return ClusterShape(nodes, f"the largest cluster of {source}", max_nodes=most + 1)
+        types = dict(raw["available_node_types"])
+        head_type = types.pop(raw["head_node_type"])
+        nodes = [head] if head is not None else [*_launched(raw["head_node_type"], head_type, 1)]
+        for name, entry in types.items():
+            nodes += _launched(name, entry, entry.get("max_workers", most))
+        return ClusterShape(tuple(nodes), f"the largest cluster of {source}", max_nodes=most + 1)
     if raw.get("kind") in ("RayCluster", "RayJob"):
         spec = raw["spec"] if raw["kind"] == "RayCluster" else raw["spec"]["rayClusterSpec"]
         groups = [(spec["headGroupSpec"], "head", 1)]

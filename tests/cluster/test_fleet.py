@@ -17,7 +17,7 @@ from mempo_ray.data.world import same_atlas
 from mempo_ray.generation.engine import unproven
 from mempo_ray.observability.run_folder import RunFolder
 from mempo_ray.placement.plan import make_plan
-from mempo_ray.placement.reserve import cluster_shape
+from mempo_ray.placement.ray_state import largest_shape
 from tests.fakes.trajectories import TASK, trajectory
 
 pytestmark = pytest.mark.slow
@@ -38,7 +38,7 @@ async def run_episodes(config, folder, during):
     """All (task, sibling) keys that ended, with `during(fleet, number)` called after each."""
     passages = same_atlas(config.data.train, config.data.eval).passages()
     model_dir = model_folder(config.policy.model)
-    plan = make_plan(config, cluster_shape())
+    plan = make_plan(config, largest_shape())
     async with open_fleet(config, plan, model_dir, folder, passages, with_policy=False) as fleet:
         await fleet.rollouts.sync(unproven(str(model_dir)))
         tasks = read_tasks(config.data.train)[:16]

@@ -15,7 +15,8 @@ from ray.util.placement_group import placement_group_table
 
 from mempo_ray.config.load import build
 from mempo_ray.placement.plan import Plan, make_plan
-from mempo_ray.placement.reserve import Reservation, cluster_shape, reserve
+from mempo_ray.placement.ray_state import largest_shape
+from mempo_ray.placement.reserve import Reservation, reserve
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +64,7 @@ def plan_of(layout: str, **sections: dict) -> Plan:
     placement = {"layout": layout, "num_cpus": 3, **sections.pop("placement", {})}
     policy = {"device": "cpu" if layout == "cpu" else "cuda", **sections.pop("policy", {})}
     config = build({**WORKERS, **sections, "policy": policy, "placement": placement})
-    return make_plan(config, cluster_shape()).require()
+    return make_plan(config, largest_shape()).require()
 
 
 async def test_disaggregated_with_labels_ranks_on_demand_and_tensor_parallel_engines_on_spot():

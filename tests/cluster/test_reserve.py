@@ -10,7 +10,8 @@ from mempo_ray.config.load import build
 from mempo_ray.errors import PlacementError
 from mempo_ray.placement import reserve as reserve_module
 from mempo_ray.placement.plan import make_plan
-from mempo_ray.placement.reserve import cluster_shape, reserve
+from mempo_ray.placement.ray_state import largest_shape
+from mempo_ray.placement.reserve import reserve
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +32,7 @@ class Place:
 
 
 def plan_of(num_cpus: float = 1.0, **sections):
-    return make_plan(build({"placement": {"num_cpus": num_cpus}, **sections}), cluster_shape())
+    return make_plan(build({"placement": {"num_cpus": num_cpus}, **sections}), largest_shape())
 
 
 async def test_every_actor_of_the_plan_starts_in_its_bundle_and_two_runs_fit_on_two_cpus():

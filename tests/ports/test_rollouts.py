@@ -19,7 +19,7 @@ from mempo_ray.data.world import same_atlas
 from mempo_ray.generation.engine import unproven
 from mempo_ray.observability.run_folder import RunFolder
 from mempo_ray.placement.plan import make_plan
-from mempo_ray.placement.reserve import cluster_shape
+from mempo_ray.placement.ray_state import largest_shape
 from mempo_ray.ports import Rollouts
 from tests.fakes.rollouts import FakeRollouts, finished
 
@@ -47,7 +47,7 @@ async def case(request, tmp_path_factory) -> AsyncIterator[Case]:
     model, folder = model_folder(config.policy.model), RunFolder.create(tmp_path_factory.mktemp("runs"), "ports")
     passages = same_atlas(config.data.train, config.data.eval).passages()
     with connected(config, "ports-rollouts"):
-        plan = make_plan(config, cluster_shape())
+        plan = make_plan(config, largest_shape())
         async with open_fleet(config, plan, model, folder, passages, with_policy=False) as fleet:
             yield Case(fleet.rollouts, lambda version: unproven(str(model), version))
 

@@ -51,7 +51,8 @@ def write(tmp_path, text):
 def test_a_cluster_that_is_not_up_is_planned_from_a_file(tmp_path):
     nodes = "nodes: [{count: 2, cpus: 96, gpus: 8, memory_gb: 1000, gpu_memory_gb: 80, labels: {zone: a}}, {cpus: 4}]"
     shape = read_cluster_shape(write(tmp_path, nodes))
-    assert (shape.cpus, shape.gpus, shape.gpu_memory_gb) == (196, 16, 80)
+    assert (shape.cpus, shape.gpus, shape.gpu_sizes_gb({"zone": "a"}), shape.gpu_sizes_gb({"zone": "b"})) == (
+        196, 16, [80, 80], [])  # fmt: skip
     assert [node.name for node in shape.nodes] == ["type 0 0", "type 0 1", "type 1"]
     assert shape.nodes[0].has({"zone": "a"})
 
