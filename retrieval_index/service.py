@@ -92,6 +92,8 @@ class ServiceStats:
 
     seconds: float = 0.0
     """Since the start: `queries / seconds` are queries a second."""
+    num_queued: int = 0
+    """Waiting for a batch now."""
     queries: int = 0
     rejected: int = 0
     cache_hits: int = 0
@@ -183,6 +185,7 @@ class RetrievalService:
         return replace(
             self._stats,
             seconds=time.monotonic() - self._started_s,
+            num_queued=self._queue.qsize(),
             encode_s=self._encode_s,
             search_s=self._search_s,
             disk_hits=self._disk_hits,

@@ -25,6 +25,7 @@ import ray
 from ray.actor import ActorHandle
 
 from mempo_ray.actors.calls import answer
+from mempo_ray.actors.metrics_sink import ActorGauges
 from mempo_ray.actors.search import SearchClient
 from mempo_ray.agent.episode import run_episode
 from mempo_ray.agent.group import run_with_resamples
@@ -70,7 +71,8 @@ class EnginePool:
 
     Counts, reset by whoever reads them: `num_failures`, turns that an engine failed; `num_reprefills`, turns whose
     episode had to leave its engine (it failed, drained or died), so that another fills the prompt's cache again;
-    `num_repeats`, turns of a group that had an engine, and of them `num_affine` that went to the same one.
+    `num_repeats`, turns of a group that had an engine, and of them `num_affine` that went to the same one; `wait_s`,
+    seconds that turns took, summed.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic, grace_s: float = GRACE_S) -> None:
@@ -81,6 +83,7 @@ class EnginePool:
         self._affinity: dict[str, str] = {}
         self._announced = asyncio.Event()
         self.num_waiting = 0  # requests that no engine has
+        self.wait_s = 0.0
         self.num_failures = self.num_reprefills = self.num_repeats = self.num_affine = 0
 
     def announce(self, engines: Mapping[str, ActorHandle]) -> None:
@@ -103,8 +106,11 @@ class EnginePool:
         def generate(engine: ActorHandle, left_s: float) -> Awaitable[Generation]:
             return engine.generate.remote(replace(request, deadline_s=left_s))
 
-        what = f"turn of {request.group!r}"
-        return await self.ask(what, generate, request.group, num_tokens, request.deadline_s, seat)
+        what, began = f"turn of {request.group!r}", self._clock()
+        try:
+            return await self.ask(what, generate, request.group, num_tokens, request.deadline_s, seat)
+        finally:
+            self.wait_s += self._clock() - began
 
     async def ask(
         self,
@@ -217,6 +223,8 @@ class AgentLoopWorker:
         self._free = asyncio.Semaphore(agent.episodes_per_worker)
         self._num_running = 0
         self._counts: Counter[str] = Counter()
+        self._gauges = ActorGauges("agent_loop")
+        self._gauges.keep(self._live)
 
     def __repr__(self) -> str:
         return f"AgentLoopWorker({self._index})"
@@ -254,6 +262,7 @@ class AgentLoopWorker:
 
     async def stats(self) -> dict[str, float]:
         """Counts since the last call, and the present number of episodes."""
+        self._gauges.taken(self._live())
         counts = {name: float(self._counts[name]) for name in ("episodes", "episodes_resampled", "episodes_excluded")}
         counts |= {
             "turns_asked_again": float(self._engines.num_failures),
@@ -261,14 +270,29 @@ class AgentLoopWorker:
             "turns_of_known_groups": float(self._engines.num_repeats),
             "turns_kept_together": float(self._engines.num_affine),
             **self._search.take_counts(),
+            "turn_wait_s": self._engines.wait_s,
+            "tool_wait_s": sum(self._tools.wait_s.values()),
             "tool_tries_failed": float(self._tools.failures.total()),
             "episodes_in_flight": float(self._num_running),
         }
         self._counts.clear()
         self._engines.num_failures = self._engines.num_reprefills = 0
         self._engines.num_repeats = self._engines.num_affine = 0
+        self._engines.wait_s = 0.0
         self._tools.failures.clear()
+        self._tools.wait_s.clear()
         return counts
+
+    def _live(self) -> dict[str, float]:
+        values = {
+            "episodes_in_flight": self._num_running,
+            "turns_waiting": self._engines.num_waiting,
+            "episodes": self._counts["episodes"],
+            "turns_asked_again": self._engines.num_failures,
+            "num_reprefills": self._engines.num_reprefills,
+            "tool_tries_failed": self._tools.failures.total(),
+        }
+        return {f"agent/{name}": value for name, value in values.items()}
 
     async def turns_waiting(self) -> int:
         """Turns that no engine has, because none serves."""

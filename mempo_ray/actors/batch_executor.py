@@ -25,6 +25,8 @@ from ray.exceptions import RayTaskError
 
 from mempo_ray.actors.batch_queue import BatchQueue, Clock
 from mempo_ray.actors.calls import answer
+from mempo_ray.actors.metrics_sink import ActorGauges
+from mempo_ray.actors.names import own_name
 from mempo_ray.batching.packing import RankShare, score_shares, sft_shares, split_by_affinity, train_shares
 from mempo_ray.batching.runner import Gang, Ran
 from mempo_ray.batching.scheduler import Limits
@@ -83,6 +85,11 @@ class BatchExecutor:
         self._queue = BatchQueue[LogProbRequest, LogProbResult](
             _OfThisVersion(gang), limits, "log-probs", GangLost, clock
         )
+        self._gauges = ActorGauges("batch_executor")
+        self._gauges.keep(self._live)
+
+    def __repr__(self) -> str:
+        return f"BatchExecutor({own_name()})"
 
     # -- calls ----------------------------------------------------------------------------------------
 
@@ -143,11 +150,15 @@ class BatchExecutor:
 
     async def stats(self) -> dict[str, float]:
         """`BatchQueue.take_stats`, as executor/…"""
+        self._gauges.taken(self._live())
         return {f"executor/{name}": value for name, value in self._queue.take_stats().items()}
 
     async def close(self) -> None:
         """Refuse new calls, finish the queued ones. The ranks live on: they are their owner's."""
         await self._queue.close()
+
+    def _live(self) -> dict[str, float]:
+        return {f"queue/{name}": value for name, value in self._queue.live().items()}
 
     # -- commands -------------------------------------------------------------------------------------
 

@@ -129,6 +129,23 @@ class BatchQueue(Generic[RequestT, ResultT]):
         self._start()
         return await future
 
+    def live(self) -> dict[str, float]:
+        """The queue now, and counts since the last `take_stats`.
+
+        now       num_queued, queued_tokens, oldest_wait_s (since the oldest request without an answer came)
+        counts    num_answered (or failed), tokens (computed), busy_s
+        """
+        now = self._clock()
+        oldest_s = min((waiting.ticket.arrived_s for waiting in self._waiting.values()), default=now)
+        return {
+            "num_queued": float(len(self._scheduler)),
+            "queued_tokens": float(self._scheduler.queued_tokens),
+            "oldest_wait_s": now - oldest_s,
+            "num_answered": self._counters["num_answered"] + self._counters["num_failed"],
+            "tokens": self._counters["tokens"],
+            "busy_s": self._counters["busy_s"],
+        }
+
     def take_stats(self) -> dict[str, float]:
         """The queue now, and what happened since the last call.
 

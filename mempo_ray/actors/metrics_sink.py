@@ -35,7 +35,7 @@ class _Recorder:
         self._counted: dict[str, float] = {}
 
     def push(self, values: Mapping[str, float]) -> None:
-        """Of a counter, the total since the start."""
+        """Of a counter, the total since the start, or since `taken`."""
         for name, value in values.items():
             known = find(name)
             if known is not None and known.kind == "counter":
@@ -52,6 +52,10 @@ class _Recorder:
             self._counters[name].inc(grown, tags=self._tags)
             self._counted[name] = total
 
+    def taken(self) -> None:
+        """Whoever counts begins at 0 again."""
+        self._counted.clear()
+
 
 class RaySink:
     """A MetricSink. Lives in the driver's process."""
@@ -64,28 +68,31 @@ class RaySink:
 
 
 class ActorGauges:
-    """An actor's live numbers, by their names in the catalogue. Outside Ray it does nothing.
+    """An actor's live numbers, by their names in the catalogue. Outside an actor it does nothing.
 
-    Args:
-        replica: which one of its role; None: what the actor's name ends in (`<run>/retrieval-3` → 3).
+    The replica is what the actor's name ends in: `<run>/retrieval-3` → 3.
 
     Example, in the constructor of an async actor:
         ActorGauges("reward").keep(lambda: {"scorer/num_in_flight": self._num_in_flight})
     """
 
-    def __init__(self, role: Role, replica: object | None = None) -> None:
+    def __init__(self, role: Role) -> None:
         self._recorder: _Recorder | None = None
         self._task: asyncio.Task | None = None
-        if ray.is_initialized():
-            context = ray.get_runtime_context()
-            if replica is None:
-                replica = (context.get_actor_name() or "").rpartition("-")[2]
-            self._recorder = _Recorder(context.namespace, role, str(replica))
+        context = ray.get_runtime_context() if ray.is_initialized() else None
+        if context is not None and (name := context.get_actor_name()) is not None:
+            self._recorder = _Recorder(context.namespace, role, replica=name.rpartition("-")[2])
 
     def push(self, values: Mapping[str, float]) -> None:
-        """These values now. Of a counter, the total since the start."""
+        """These values now. Of a counter, the total since the start, or since the last `taken`."""
         if self._recorder is not None:
             self._recorder.push(values)
+
+    def taken(self, values: Mapping[str, float]) -> None:
+        """A last push, before the actor sets its counts back to 0."""
+        if self._recorder is not None:
+            self._recorder.push(values)
+            self._recorder.taken()
 
     def keep(self, read: Callable[[], Mapping[str, float]]) -> None:
         """Push what `read` returns every PUSH_S seconds, for the actor's life. Call it on the actor's event loop."""

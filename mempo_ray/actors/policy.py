@@ -10,6 +10,7 @@ torch is imported in `start`, so the driver may import this module without it.
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
@@ -17,6 +18,8 @@ import psutil
 import ray
 from ray.actor import ActorHandle
 
+from mempo_ray.actors.metrics_sink import ActorGauges
+from mempo_ray.actors.names import own_name
 from mempo_ray.actors.weight_sync import EngineClient
 from mempo_ray.contracts import Batch, Command, CommandReply, PushCommand
 from mempo_ray.errors import WorkerFailed
@@ -35,6 +38,8 @@ class PolicyWorker:
         self._name = "policy"
         self._rank: PolicyRank | None = None
         self._sender: WeightSender | None = None
+        self._gauges = ActorGauges("policy")
+        self._busy_s = 0.0
 
     def rendezvous(self) -> tuple[str, int]:
         """This node's ip and a free port on it; rank 0's is the meeting place of all."""
@@ -72,7 +77,19 @@ class PolicyWorker:
         """Obey one command (`PolicyRank.run`)."""
         if self._rank is None:
             raise WorkerFailed(f"{self._name}: a command before start()")
-        return self._rank.run(sequence, command, *payloads)
+        began = time.monotonic()
+        reply = self._rank.run(sequence, command, *payloads)
+        command_s = time.monotonic() - began
+        self._busy_s += command_s
+        self._gauges.push(
+            {
+                "rank/version": reply.version,
+                "rank/command_s": command_s,
+                "rank/busy_s": self._busy_s,
+                "rank/memory_gb": self._rank.peak_memory_gb,
+            }
+        )
+        return reply
 
     def _push(self, rank: PolicyRank, command: PushCommand) -> Mapping[str, str]:
         """Through vLLM's transfer engine, which stays in this process from push to push."""
@@ -94,7 +111,7 @@ class PolicyWorker:
         return client.failed
 
     def __repr__(self) -> str:
-        return f"PolicyWorker({self._name})"
+        return f"PolicyWorker({own_name() or self._name})"
 
 
 def _interface_of(ip: str) -> str:

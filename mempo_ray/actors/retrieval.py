@@ -15,6 +15,8 @@ from pathlib import Path
 
 import ray
 
+from mempo_ray.actors.metrics_sink import ActorGauges
+from mempo_ray.actors.names import own_name
 from mempo_ray.actors.retrieval_errors import typed_errors
 from mempo_ray.config.schema import Retrieval
 from mempo_ray.contracts import Passage
@@ -99,9 +101,10 @@ class RetrievalActor:
                 num_threads=settings.threads,
                 limits=limits,
             )
+        ActorGauges("retrieval").keep(self._live)
 
     def __repr__(self) -> str:
-        return f"RetrievalActor({self._service.manifest.count} passages)"
+        return f"RetrievalActor({own_name()}, {self._service.manifest.count} passages)"
 
     async def ping(self) -> None:
         """Returns once encoder and index answer."""
@@ -125,6 +128,19 @@ class RetrievalActor:
     async def stats(self) -> dict[str, float]:
         """Counters since the start, as in `retrieval_index.service.ServiceStats`."""
         return await self._service.counters()
+
+    def _live(self) -> dict[str, float]:
+        now = self._service.stats()
+        values = {
+            "num_queued": now.num_queued,
+            "latency_p50_s": now.latency_p50_s,
+            "latency_p99_s": now.latency_p99_s,
+            "queries": now.queries,
+            "hits": now.cache_hits + now.shared + now.disk_hits,
+            "busy_s": now.encode_s + now.search_s,
+            "failed": now.failed + now.timeouts + now.overloaded,
+        }
+        return {f"search/{name}": value for name, value in values.items()}
 
     async def close(self) -> None:
         """Waits for no search: those in flight fail."""

@@ -11,6 +11,7 @@ on failure a scorer that raises, lies, hangs or ends its process gives Unscored,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import ray
@@ -19,8 +20,10 @@ from ray.actor import ActorHandle
 from mempo_ray.actors.calls import CLOSE_S
 from mempo_ray.actors.hybrid_host import HybridHost
 from mempo_ray.actors.manager_host import NUM_THREADS, ManagerHost, scores_batches
+from mempo_ray.actors.metrics_sink import ActorGauges
+from mempo_ray.actors.names import own_name
 from mempo_ray.config.schema import Reward
-from mempo_ray.contracts import Score, TrajectoryBatch
+from mempo_ray.contracts import Score, Scored, TrajectoryBatch
 from mempo_ray.rewards.contract import Response, all_to_score, to_score, with_tool_rewards
 from mempo_ray.rewards.hosting import import_plugins
 from mempo_ray.rewards.isolation import START_S
@@ -69,9 +72,11 @@ class RewardManagerWorker:
             if settings.styles
             else ManagerHost(settings, plugins)
         )
+        self._counts: Counter[str] = Counter(num_in_flight=0, num_scored=0, num_unscored=0)
+        ActorGauges("reward").keep(lambda: {f"scorer/{name}": count for name, count in self._counts.items()})
 
     def __repr__(self) -> str:
-        return f"RewardManagerWorker({self._settings.manager})"
+        return f"RewardManagerWorker({own_name()}, {self._settings.manager})"
 
     async def ping(self) -> None:
         """Returns once the actor has started."""
@@ -79,7 +84,13 @@ class RewardManagerWorker:
     async def score(self, batch: TrajectoryBatch) -> Score:
         """The outcome of the one trajectory in `batch`. kind of an Unscored: timeout | scorer_error | data | …"""
         response = to_score(batch, transcript=True)
-        return await self.judge(response) if isinstance(response, Response) else response
+        self._counts["num_in_flight"] += 1
+        try:
+            score = await self.judge(response) if isinstance(response, Response) else response
+        finally:
+            self._counts["num_in_flight"] -= 1
+        self._counts["num_scored" if isinstance(score, Scored) else "num_unscored"] += 1
+        return score
 
     async def judge(self, response: Response) -> Score:
         """The outcome of a response that is here already."""

@@ -25,10 +25,12 @@ import numpy as np
 import psutil
 import ray
 
+from mempo_ray.actors.metrics_sink import ActorGauges
 from mempo_ray.config.schema import Rollout, WeightSync
 from mempo_ray.contracts import LogProbRequest, LogProbResult, TrajectoryBatch, WeightManifest
 from mempo_ray.errors import DeadlineExceeded, EngineFailed, TrainingError
 from mempo_ray.generation.engine import NO_WEIGHTS, Continuation, Engine, build_engine
+from mempo_ray.observability.catalogue import ENGINE_STATES
 from mempo_ray.ports import EngineStatus, GenerateRequest, Generation
 from mempo_ray.training.rows import Limits, expand
 
@@ -70,6 +72,7 @@ class RolloutActor:
         self._idle = asyncio.Condition()
         self._num_in_flight = 0
         self._received: Path | None = None  # files of a snapshot from another node
+        ActorGauges("rollout").keep(self._live)
 
     def __repr__(self) -> str:
         return f"RolloutActor({self._name})"
@@ -205,6 +208,10 @@ class RolloutActor:
     async def transfer(self, step: str, info: Mapping[str, object] | None = None) -> None:
         """One step of a push from the trainer (weight_sync.EngineClient), see `Engine.transfer`."""
         await self._engine.transfer(step, info)
+
+    def _live(self) -> dict[str, float]:
+        state = {"weight_version": self._engine.weight_version, "state": ENGINE_STATES.index(self._state())}
+        return {f"engine/{name}": value for name, value in {**self._engine.stats(), **state}.items()}
 
     def _state(self) -> str:
         if self._engine.errored:

@@ -120,7 +120,12 @@ class Engine(Protocol):
         ...
 
     def stats(self) -> dict[str, float]:
-        """num_in_flight, in_flight_tokens (prompt + max_tokens) and output_tokens (since the start)."""
+        """The load now, and counts since the start.
+
+        now     num_in_flight, in_flight_tokens (prompt + max_tokens), num_queued (of them, waiting inside the engine),
+                kv_use (share of the KV cache)
+        counts  output_tokens, prompt_tokens (looked up in the prefix cache), prefix_hit_tokens (found there)
+        """
         ...
 
     async def close(self) -> None:

@@ -147,7 +147,11 @@ class FakeEngine:
         return {
             "num_in_flight": len(self._in_flight),
             "in_flight_tokens": sum(len(r.prompt_ids) + r.max_tokens for r, _ in self._in_flight.values()),
+            "num_queued": 0,
+            "kv_use": 0.0,
             "output_tokens": self._output_tokens,
+            "prompt_tokens": 0,
+            "prefix_hit_tokens": 0,
         }
 
     async def kill(self) -> None:

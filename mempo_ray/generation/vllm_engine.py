@@ -20,6 +20,8 @@ from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.stats import SchedulerStats
 
 from mempo_ray.config.schema import Rollout, WeightSync
 from mempo_ray.contracts import WeightManifest, WeightProof
@@ -73,6 +75,23 @@ def engine_args(model_dir: str, rollout: Rollout, weight_sync: WeightSync, score
     return args
 
 
+class _Load(StatLoggerBase):
+    """What vLLM's scheduler says of itself after each of its steps. Nothing comes while it idles."""
+
+    def __init__(self) -> None:
+        self.num_queued, self.kv_use = 0, 0.0
+        self.prompt_tokens = self.prefix_hit_tokens = 0  # since the start
+
+    def record(self, scheduler_stats: SchedulerStats | None, *_: object, **__: object) -> None:
+        if scheduler_stats is not None:
+            self.num_queued, self.kv_use = scheduler_stats.num_waiting_reqs, scheduler_stats.kv_cache_usage
+            self.prompt_tokens += scheduler_stats.prefix_cache_stats.queries
+            self.prefix_hit_tokens += scheduler_stats.prefix_cache_stats.hits
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""
+
+
 class VllmEngine:
     """See `engine.Engine`. Start it on the thread that will live longest: its child dies with that thread."""
 
@@ -101,6 +120,7 @@ class VllmEngine:
         self._request_numbers = itertools.count()
         self._in_flight: dict[str, int] = {}  # request id → prompt + max_tokens
         self._output_tokens = 0
+        self._load = _Load()
 
     @property
     def weight_version(self) -> int:
@@ -115,7 +135,7 @@ class VllmEngine:
         with output_to(self._log_file), _as_engine_failure(f"{self._name}, log {self._log_file}"):
             try:
                 args = engine_args(self._model_dir, self._rollout, self._weight_sync, self._scores)
-                self._llm = AsyncLLM.from_engine_args(args)
+                self._llm = AsyncLLM.from_engine_args(args, stat_loggers=[lambda *_: self._load])
             except ValueError as error:  # found in this process, before any child
                 raise ConfigError(f"rollout: vLLM refuses these options for {self._model_dir}: {error}") from error
         for handler in logging.getLogger("vllm").handlers:
@@ -249,7 +269,11 @@ class VllmEngine:
         return {
             "num_in_flight": len(self._in_flight),
             "in_flight_tokens": sum(self._in_flight.values()),
+            "num_queued": self._load.num_queued,
+            "kv_use": self._load.kv_use,
             "output_tokens": self._output_tokens,
+            "prompt_tokens": self._load.prompt_tokens,
+            "prefix_hit_tokens": self._load.prefix_hit_tokens,
         }
 
     async def close(self) -> None:

@@ -185,7 +185,7 @@ SECTIONS = (
                 num_gated | turns | whose memory advantage was gated to 0
                 num_dropped | turns | without a sample: no memory, or no room
                 flat_pool_share | share | of the pools, those whose rewards are all equal
-                version_gap | versions | staleness: largest distance between the weights that scored a memory and wrote it
+                version_gap | versions | staleness: largest distance between the weights of a memory's scorer and writer
                 advantage_turn_{n} | – | mean memory advantage of the n-th turn
                 p_mem_turn_{n} | probability | P_mem of the n-th turn
                 p_base_turn_{n} | probability | P_full of the n-th turn
@@ -350,7 +350,7 @@ SECTIONS = (
     ),
     Section(
         "Live: rollout engines",
-        "From each RolloutActor; `replica` is the number of its place. State: "
+        "From each RolloutActor. State: "
         + ", ".join(f"{code} {state}" for code, state in enumerate(ENGINE_STATES))
         + ".",
         (
@@ -437,7 +437,7 @@ SECTIONS = (
             """
             num_queued | requests | waiting
             queued_tokens | tokens | waiting
-            oldest_wait_s | s | of the request that has waited longest
+            oldest_wait_s | s | since the oldest request without an answer came
             """,
             role="batch_executor",
         )

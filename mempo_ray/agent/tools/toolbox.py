@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -82,6 +82,8 @@ class Toolbox:
         self._opening = asyncio.Lock()
         self.failures: Counter[str] = Counter()
         """Tries of a call that failed, and releases, by tool."""
+        self.wait_s: defaultdict[str, float] = defaultdict(float)
+        """Seconds that episodes waited for answers, retries included, by tool."""
         catalogue = read_catalogue(agent.tools_file)
         listed = {entry.name for entry in catalogue.tools}
         for entry in (*(ToolEntry(name=name) for name in agent.tools if name not in listed), *catalogue.tools):
@@ -140,7 +142,7 @@ class Toolbox:
     @asynccontextmanager
     async def session(self, request: EpisodeRequest) -> AsyncGenerator[ToolSession, None]:
         """The tools for one episode; whatever it took of them is released."""
-        session = ToolSession(request, self._held, self.failures, self._clock, self._sleep)
+        session = ToolSession(request, self._held, self.failures, self.wait_s, self._clock, self._sleep)
         try:
             yield session
         finally:
@@ -180,10 +182,12 @@ class ToolSession:
         request: EpisodeRequest,
         tools: Mapping[str, _Held],
         failures: Counter[str],
+        wait_s: defaultdict[str, float],
         clock: Callable[[], float],
         sleep: Callable[[float], Awaitable[None]],
     ) -> None:
-        self._request, self._tools, self._failures, self._clock, self._sleep = request, tools, failures, clock, sleep
+        self._request, self._tools, self._failures, self._wait_s = request, tools, failures, wait_s
+        self._clock, self._sleep = clock, sleep
         self._instances: dict[str, Any] = {}
 
     async def call(self, call: ToolCall, deadline: float, seed: int) -> ToolResult:
@@ -199,6 +203,13 @@ class ToolSession:
         held = self._tools[call.name]
         if problem := problem_of(call.arguments, held.tool.parameters):
             return ToolResult.error(problem)
+        began = self._clock()
+        try:
+            return await self._tried(held, call, deadline, seed)
+        finally:
+            self._wait_s[call.name] += self._clock() - began
+
+    async def _tried(self, held: _Held, call: ToolCall, deadline: float, seed: int) -> ToolResult:
         draw = random.Random(seed)
         failure: InfrastructureError | None = None
         for attempt in range(held.retries + 1):
