@@ -3,7 +3,8 @@
 consumes   acquire / release / pause, by the name of a style
 produces   permits, in the order in which they were asked for
 waits      a caller at most its own timeout
-on failure a worker that dies with a permit loses it after the style's `timeout_s`; without the limiter nobody is judged
+on failure the permit of a worker that dies lapses after the style's `timeout_s`. Without the limiter nobody is judged;
+           one that is started again waits as long, since it does not know who holds permits
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ class JudgeLimiter:
     async def pause(self, name: str, seconds: float) -> None:
         self._gates[name].limits.pause_until(self._clock() + seconds)
 
+    def forget(self) -> None:
+        """Nobody knows who holds permits: give none before all of them must have lapsed."""
+        for gate in self._gates.values():
+            gate.limits.pause_until(self._clock() + gate.lease_s)
+
     async def close(self) -> None:
         """Nothing to close."""
 
@@ -53,7 +59,8 @@ class _Gate:
     """One queue: who is first waits for the limits, the others wait for him."""
 
     def __init__(self, judge: Judge, clock: Callable[[], float]) -> None:
-        self.limits = Limits(judge.requests_per_s, judge.concurrency, judge.timeout_s)
+        self.lease_s = judge.timeout_s
+        self.limits = Limits(judge.requests_per_s, judge.concurrency, self.lease_s)
         self._clock = clock
         self._first = asyncio.Lock()
         self._left = asyncio.Event()
@@ -79,7 +86,12 @@ class RayLimiter:
         self._handle = handle
 
     async def acquire(self, name: str, timeout_s: float) -> int:
-        return await answer(self._handle.acquire.remote(name, timeout_s), "judge limiter", timeout_s + CLOSE_S)
+        call = self._handle.acquire.remote(name, timeout_s)
+        try:
+            return await answer(call, "judge limiter", timeout_s + CLOSE_S)
+        except asyncio.CancelledError:
+            ray.cancel(call)  # else it waits on, and takes a permit that nobody uses
+            raise
 
     async def release(self, name: str, permit: int) -> None:
         await answer(self._handle.release.remote(name, permit), "judge limiter", CLOSE_S)
@@ -88,4 +100,13 @@ class RayLimiter:
         await answer(self._handle.pause.remote(name, seconds), "judge limiter", CLOSE_S)
 
 
-JudgeLimiterActor = ray.remote(num_cpus=0, max_concurrency=4096)(JudgeLimiter)  # pyrefly: ignore[unexpected-keyword]
+class ClusterLimiter(JudgeLimiter):
+    """The actor. One that Ray has started again keeps the limits, too."""
+
+    def __init__(self, styles: Mapping[str, Style]) -> None:
+        super().__init__(styles)
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            self.forget()
+
+
+JudgeLimiterActor = ray.remote(num_cpus=0, max_concurrency=4096)(ClusterLimiter)  # pyrefly: ignore[unexpected-keyword]

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import ray
 
 from mempo_ray.actors.batch_queue import BatchQueue
+from mempo_ray.actors.names import own_name
 from mempo_ray.batching.runner import Ran
 from mempo_ray.batching.scheduler import Limits
 from mempo_ray.config.schema import RewardModel as RewardModelSection
@@ -40,11 +41,12 @@ class RewardModelRunner:
         return len(request.ids)
 
     async def run(self, requests: Sequence[Conversation]) -> Ran[tuple[float, ...]]:
-        """Raises InfrastructureError: the forward failed (out of memory, a broken device)."""
+        """A forward that fails (out of memory, a broken device) leaves its own micro-batch without scores, no other."""
         try:
             scores = await asyncio.to_thread(self._model.score, requests)
-        except RuntimeError as error:  # torch's own
-            raise InfrastructureError(f"the reward model's forward failed: {error}") from error
+        except (RuntimeError, IndexError) as error:  # torch's own
+            failure = InfrastructureError(f"the reward model's forward failed: {type(error).__name__}: {error}")
+            return Ran([failure] * len(requests), 0, 0)
         computed = len(requests) * max(len(request.ids) for request in requests)
         return Ran(scores, computed, computed - sum(len(request.ids) for request in requests))
 
@@ -62,7 +64,7 @@ class RewardModelWorker:
         self._numbers = itertools.count()
 
     def __repr__(self) -> str:
-        return f"RewardModelWorker({self._name})"
+        return f"RewardModelWorker({own_name()}, {self._name})"
 
     async def ping(self) -> None:
         """Returns once the actor has started."""

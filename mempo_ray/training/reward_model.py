@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -73,11 +74,14 @@ class RewardModel:
         """The question as the user's message, the policy's turns as the assistant's.
 
         Raises:
-            DataError: longer than `max_tokens`, or a turn is not found in the text that the chat template makes.
+            DataError: longer than `max_tokens`, the chat template refuses it, or changes a turn.
         """
         solution = "\n".join(turns)
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": solution}]
-        text = str(self._tokenizer.apply_chat_template(messages, tokenize=False))
+        try:
+            text = str(self._tokenizer.apply_chat_template(messages, tokenize=False))
+        except TemplateError as error:
+            raise DataError(f"reward_model.chat_template refuses the conversation: {error}") from None
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids = tuple(encoded["input_ids"])
         if len(ids) > self._settings.max_tokens:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections import Counter
 
 import pytest
 import ray
 
-from mempo_ray.actors.limiter import JudgeLimiterActor
+from mempo_ray.actors.limiter import JudgeLimiterActor, RayLimiter
 from mempo_ray.actors.reward import RewardManagerActor
 from mempo_ray.actors.reward_model import RewardModelActor
 from mempo_ray.config.schema import Judge, Reward, RewardModel, Style
 from mempo_ray.contracts import Scored, TrajectoryBatch
+from mempo_ray.errors import DeadlineExceeded, WorkerFailed
 from tests.fakes.judge_server import JudgeServer
 from tests.fakes.reward_model import save_process_model
 from tests.fakes.trajectories import trajectory, turn
@@ -97,3 +99,30 @@ def test_a_reward_model_scores_through_its_own_actor(tmp_path):
         assert len(score.process_scores) == 2
         assert sum(score.process_scores) / 2 == pytest.approx(0.5 * score.parts["prm"])
     assert all(a.score == pytest.approx(b.score) for a, b in itertools.pairwise(scores))
+
+
+async def test_a_caller_that_goes_away_takes_no_permit_and_a_limiter_started_again_waits():
+    judge = Judge(url="http://x", template="t", concurrency=1, requests_per_s=1000, timeout_s=30)
+    handle = JudgeLimiterActor.options(max_restarts=1).remote({"judge": Style(style="api", judge=judge)})
+    limiter = RayLimiter(handle)
+    permit = await limiter.acquire("judge", 30)
+    waiting = asyncio.create_task(limiter.acquire("judge", 30))
+    with pytest.raises(DeadlineExceeded):  # so the first one waits there, too
+        await limiter.acquire("judge", 0.5)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    await limiter.release("judge", permit)
+    await limiter.acquire("judge", 10)  # a permit that nobody uses would lapse after 30 s only
+
+    ray.kill(handle, no_restart=False)
+    with pytest.raises(DeadlineExceeded):
+        await ask_again(limiter)
+
+
+async def ask_again(limiter: RayLimiter) -> int:
+    """As soon as it is back."""
+    while True:
+        try:
+            return await limiter.acquire("judge", 1)
+        except WorkerFailed:
+            await asyncio.sleep(0.2)

@@ -101,3 +101,25 @@ async def test_waiting_requests_share_forwards_and_each_gets_its_own_score(proce
     assert len(score.process_scores) == 2
     assert (await process.score(QUESTION, ("", "x"))).kind == "data"
     await process.close()
+
+
+async def test_a_forward_that_fails_leaves_only_its_own_micro_batch_without_scores(bradley_terry, monkeypatch):
+    worker = RewardModelWorker("rm", Section(folder=str(bradley_terry), max_wait_s=0))
+    score = RewardModel.score
+
+    def out_of_memory(model, conversations):
+        raise torch.OutOfMemoryError("no memory for this one")
+
+    monkeypatch.setattr(RewardModel, "score", out_of_memory)
+    failed = await worker.score(QUESTION, TURNS)
+    assert (failed.kind, "OutOfMemoryError" in failed.reason) == ("infrastructure", True)
+    monkeypatch.setattr(RewardModel, "score", score)
+    assert isinstance(await worker.score(QUESTION, TURNS), Scored)
+    await worker.close()
+
+
+def test_a_chat_template_that_refuses_a_conversation_is_data(bradley_terry, tmp_path):
+    (tmp_path / "t.jinja").write_text("{{ raise_exception('only one turn') }}")
+    model = RewardModel.from_folder(Section(folder=str(bradley_terry), chat_template=str(tmp_path / "t.jinja")))
+    with pytest.raises(DataError, match="refuses the conversation: only one turn"):
+        model.encode(QUESTION, TURNS)

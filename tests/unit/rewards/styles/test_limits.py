@@ -68,3 +68,15 @@ async def test_who_waits_too_long_for_a_permit_is_told_so():
         await limiter.acquire("judge", 0.01)
     await limiter.release("judge", permit)
     await limiter.acquire("judge", 10)
+
+
+async def test_a_limiter_that_has_forgotten_its_permits_waits_until_they_have_lapsed():
+    now = 0.0
+    judge = Judge(url="http://x", template="t", timeout_s=60)
+    limiter = JudgeLimiter({"judge": Style(style="api", judge=judge)}, clock=lambda: now)
+    limiter.forget()
+    now = 59.9
+    with pytest.raises(DeadlineExceeded):
+        await limiter.acquire("judge", 0.01)
+    now = 60.0
+    await limiter.acquire("judge", 0.01)
