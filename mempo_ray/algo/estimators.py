@@ -118,7 +118,10 @@ def opo(groups: Groups, settings: Algorithm) -> Advantages:
 
 def gdpo(groups: Groups, settings: Algorithm) -> Advantages:
     """Each part of a hybrid reward normalised on its own within the group, weighted by `part_weights`, summed, then
-    normalised over the step (Liu et al. 2026, "GDPO"): parts on different scales keep their say.
+    divided by their deviation over the step (Liu et al. 2026, "GDPO"): parts on different scales keep their say.
+
+    The mean over the step is 0 as it is, since each group's is; taking off what rounding leaves of it would have groups
+    of equal scores learn from noise.
 
     Raises:
         TrainingError: the scores have no parts.
@@ -143,10 +146,8 @@ def gdpo(groups: Groups, settings: Algorithm) -> Advantages:
     all_N = np.concatenate(sums)
     if len(all_N) < 2 or all_N.std(ddof=1) < MIN_STD:
         return [_by_turn(group, np.zeros(len(group))) for group in groups]
-    return [
-        _by_turn(group, (sum_G - all_N.mean()) / (all_N.std(ddof=1) + EPS))
-        for group, sum_G in zip(groups, sums, strict=True)
-    ]
+    scale = all_N.std(ddof=1) + EPS
+    return [_by_turn(group, sum_G / scale) for group, sum_G in zip(groups, sums, strict=True)]
 
 
 def reinforce_plus_plus(groups: Groups, settings: Algorithm) -> Advantages:

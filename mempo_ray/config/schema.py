@@ -684,6 +684,13 @@ class Config(Section):
         a = self.algorithm
         if a.kl_in_reward and a.kl_coef > 0:
             raise ValueError("algorithm.kl_in_reward and algorithm.kl_coef > 0 exclude each other; set kl_coef=0")
+        if a.adv_estimator == "gdpo" and (a.kl_in_reward or self.reward.tool_weights):
+            key = "algorithm.kl_in_reward" if a.kl_in_reward else "reward.tool_weights"
+            raise ValueError(f"{key}: adv_estimator=gdpo sees the parts of a reward and nothing else; use another one")
+        if self.reward.styles and (unknown := sorted(a.part_weights.keys() - self.reward.styles.keys())):
+            raise ValueError(
+                f"algorithm.part_weights: {unknown[0]!r} is no part of reward.styles ({', '.join(self.reward.styles)})"
+            )
         if a.aggregation == "trajectory_sum_norm" and a.norm_length == 0:
             raise ValueError("algorithm.norm_length: aggregation=trajectory_sum_norm needs a positive norm_length")
         if a.adaptive_kl is not None and not a.kl_in_reward:

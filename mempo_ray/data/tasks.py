@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -198,19 +199,21 @@ def _verl_question(row: dict) -> str | None:
     messages = row.get("prompt")
     if isinstance(messages, str):
         return messages
-    return next((m["content"] for m in reversed(messages or []) if m.get("role") == "user"), None)
+    if not all(isinstance(m, Mapping) for m in messages or []):
+        raise DataError("column 'prompt' must hold a text, or messages with role and content")
+    return next((m.get("content") for m in reversed(messages or []) if m.get("role") == "user"), None)
 
 
 def _golds(answers: Any, answer_key: str) -> tuple[tuple[str, ...], ...]:
     """str, list of aliases, or list of lists (objectives × aliases), plain or under "target", Python or numpy.
 
-    Any other object (test cases of a program) is one answer, as JSON text. Blank aliases are left out.
+    Any other object (test cases of a program) is one answer, as JSON text. Blank and missing aliases are left out.
     """
     if isinstance(answers, Mapping):
-        answers = answers["target"] if "target" in answers else json.dumps(answers)
+        answers = answers["target"] if "target" in answers else _json_text(answers, answer_key)
     if hasattr(answers, "tolist"):
         answers = answers.tolist()
-    if isinstance(answers, str | int | float):
+    if not isinstance(answers, list | tuple | None):
         answers = [answers]
     if not answers:
         raise DataError(f"no answer in column {answer_key!r}; fill it in, or set data.answer_key")
@@ -222,7 +225,22 @@ def _golds(answers: Any, answer_key: str) -> tuple[tuple[str, ...], ...]:
             "each objective)"
         )
     objectives = answers if all(nested) else [answers]
-    golds = tuple(tuple(alias for a in aliases if (alias := str(a).strip())) for aliases in objectives)
+    aliases = [alias for objective in objectives for alias in objective]
+    if strange := [a for a in aliases if not isinstance(a, str | Number | None)]:
+        raise DataError(f"an answer in column {answer_key!r} is a {type(strange[0]).__name__}; give texts or numbers")
+    golds = tuple(tuple(alias for a in objective if (alias := _text(a))) for objective in objectives)
     if not all(golds):
         raise DataError(f"an answer in column {answer_key!r} is empty: {answers}; fill it in or drop the row")
     return golds
+
+
+def _text(answer: str | Number | None) -> str:
+    """'' where it is missing: None, or NaN, as pandas writes it."""
+    return "" if answer is None or answer != answer else str(answer).strip()
+
+
+def _json_text(answers: Mapping, answer_key: str) -> str:
+    try:
+        return json.dumps(answers)
+    except TypeError as error:  # bytes, dates
+        raise DataError(f"the answer in column {answer_key!r} is no JSON ({error}); write it as JSON text") from None

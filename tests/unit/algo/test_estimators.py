@@ -67,6 +67,15 @@ def test_gdpo_gives_a_small_part_the_same_say_as_a_large_one():
     assert first[0] < 0 < second[0]
 
 
+def test_under_gdpo_a_flat_group_stays_flat_and_a_part_that_a_group_lacks_moves_nothing():
+    flat = [scored(0, parts={"em": 1.0, "judge": 0.3})] * 3
+    lacking = [scored(0, parts={"em": em}) for em in (0.1, 0.2, 0.4)]
+    both = [scored(0, parts={"em": em, "judge": em / 7}) for em in (0.1, 0.2, 0.4)]
+    zeros, one, two = estimate("gdpo", [flat, lacking, both])
+    assert zeros == [[0.0]] * 3
+    np.testing.assert_allclose(two, 2 * np.array(one), rtol=1e-4)
+
+
 def test_gdpo_without_parts_says_what_makes_them():
     with pytest.raises(TrainingError, match=r"reward\.manager=hybrid"):
         estimate("gdpo", [[scored(1.0), scored(0.0)]])

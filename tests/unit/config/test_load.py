@@ -82,7 +82,7 @@ def test_an_unknown_key_names_the_nearest_known_one(key, nearest):
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
+    ("words", "message"),
     [
         ("rollout.replicas=two", "rollout.replicas: got 'two', expected a whole number ≥ 1"),
         ("algorithm.group_size=0", "algorithm.group_size: got 0, expected a whole number ≥ 1"),
@@ -96,13 +96,19 @@ def test_an_unknown_key_names_the_nearest_known_one(key, nearest):
         ("rollout=3", "rollout: got 3, expected a section with keys such as replicas"),
         ("rollout.top_p=0.5", "set top_p=1"),
         ("algorithm.aggregation=trajectory_sum_norm", "algorithm.norm_length"),
+        ("algorithm.adv_estimator=gdpo algorithm.kl_in_reward=true algorithm.kl_coef=0", "algorithm.kl_in_reward: "),
+        ("algorithm.adv_estimator=gdpo reward.tool_weights.search=1", "reward.tool_weights: adv_estimator=gdpo"),
+        (
+            "reward.manager=hybrid reward.styles.em.weight=1 algorithm.part_weights.en=1",
+            "algorithm.part_weights: 'en' is no part of reward.styles (em)",
+        ),
         ("rollout.replicas=[1", "is not YAML"),
         ("rollout.replicas=${oc.env:NOT_THERE}", "NOT_THERE"),
     ],
 )
-def test_a_wrong_value_names_key_value_and_what_is_expected(word, message):
+def test_a_wrong_value_names_key_value_and_what_is_expected(words, message):
     with pytest.raises(ConfigError) as caught:
-        load_config([word])
+        load_config(words.split())
     assert message in str(caught.value)
 
 

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+from decimal import Decimal
 
 import numpy as np
 import pyarrow as pa
@@ -91,11 +92,19 @@ def test_a_parquet_file_that_was_cut_says_so(tmp_path):
         (np.array(["Ann", "Anna"], dtype=object), (("Ann", "Anna"),)),
         (np.array([np.array(["Ann"]), np.array(["Bob", "Rob"])], dtype=object), (("Ann",), ("Bob", "Rob"))),
         (np.int64(4), (("4",),)),
+        (["Ann", None, float("nan")], (("Ann",),)),
+        (Decimal("1.50"), (("1.50",),)),
     ],
 )
 def test_numpy_answers_are_answers_plain_or_under_target(answer, golds):
     assert tasks._golds(answer, "a") == golds
     assert tasks._golds({"target": answer}, "a") == golds
+
+
+@pytest.mark.parametrize("answer", [b"Ann", {"inputs": b"1"}, [["Ann"], [b"Bob"]]])
+def test_bytes_are_no_answer(answer):
+    with pytest.raises(DataError, match="bytes"):
+        tasks._golds(answer, "a")
 
 
 def check_that_refuses_x(task):
@@ -131,6 +140,11 @@ def test_all_bad_rows_are_reported_at_once_the_first_five_in_words(tmp_path):
         ({"question": "q", "golden_answers": [["x"], [""]]}, "row 2: an answer in column 'golden_answers' is empty"),
         ({"question": "q", "golden_answers": [["x"], "y"]}, "row 2: 'golden_answers' mixes texts and lists"),
         ({"question": "q", "golden_answers": ["x", ["y"]]}, "row 2: 'golden_answers' mixes texts and lists"),
+        ({"question": "q", "golden_answers": ["x", {"y": 1}]}, "row 2: an answer in column 'golden_answers' is a dict"),
+        ({"question": "q", "golden_answers": [[["x"]]]}, "row 2: an answer in column 'golden_answers' is a list"),
+        ({"question": "q", "golden_answers": [None]}, "row 2: an answer in column 'golden_answers' is empty"),
+        ({"prompt": ["q"], "golden_answers": "x"}, "row 2: column 'prompt' must hold a text, or messages"),
+        ({"prompt": [{"role": "user"}], "golden_answers": "x"}, "row 2: no question"),
         ({"question": "q", "golden_answers": "x", "metadata": "{"}, "row 2: column 'metadata' is text but not JSON"),
         ({"question": "q", "golden_answers": "x", "metadata": [1]}, "row 2: column 'metadata' is a list"),
         ({"question": "q", "reward_model": "x"}, "row 2: column 'reward_model' is text but not JSON"),
