@@ -42,12 +42,12 @@ class _Recorder:
                 self._count(name, known.meaning, float(value))
                 continue
             if name not in self._gauges:
-                self._gauges[name] = Gauge(exported(name), known.meaning if known else name, TAGS)
+                self._gauges[name] = Gauge(exported(name), in_ascii(known.meaning if known else name), TAGS)
             self._gauges[name].set(float(value), tags=self._tags)
 
     def _count(self, name: str, meaning: str, total: float) -> None:
         if name not in self._counters:
-            self._counters[name] = Counter(exported(name), meaning, TAGS)
+            self._counters[name] = Counter(exported(name), in_ascii(meaning), TAGS)
         if (grown := total - self._counted.get(name, 0.0)) > 0:
             self._counters[name].inc(grown, tags=self._tags)
             self._counted[name] = total
@@ -55,6 +55,11 @@ class _Recorder:
     def taken(self) -> None:
         """Whoever counts begins at 0 again."""
         self._counted.clear()
+
+
+def in_ascii(text: str) -> str:
+    """Ray's descriptions may hold nothing else."""
+    return text.replace("\N{MINUS SIGN}", "-").encode("ascii", "replace").decode()
 
 
 class RaySink:
