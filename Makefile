@@ -43,3 +43,5 @@ tiny-policy: $(READY)  ## make the shipped base of the quickstart's policy again
 
 docs: $(READY)  ## pages made from code
 	$(BIN)/python -m mempo_ray.config.reference > docs/configuration.md
+	$(BIN)/python -m mempo_ray.observability.catalogue > docs/metrics.md
+	$(BIN)/python -m mempo_ray.observability.dashboard > configs/grafana/mempo.json

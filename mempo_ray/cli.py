@@ -16,6 +16,7 @@ from mempo_ray import fetch as fetch_
 from mempo_ray.config.load import fail, load_config, load_file
 from mempo_ray.errors import MempoError
 from mempo_ray.evaluation.transcript import episode_panels, episode_text
+from mempo_ray.observability import dashboard as dashboard_
 from mempo_ray.preflight import preflight
 from retrieval_index.cli import app as index_app
 
@@ -136,6 +137,20 @@ def reward_check(
     if expect is not None and (problem := report.disagrees_with(expect)):
         typer.echo(problem, err=True)
         raise typer.Exit(1)
+
+
+@app.command()
+def dashboard(
+    out: Annotated[Path | None, typer.Option(help="Folder for prometheus.yml, mempo.json and README.md.")] = None,
+    ray_dir: Annotated[Path, typer.Option(help="What `ray start --temp-dir` was given.")] = dashboard_.RAY_DIR,
+) -> None:
+    """How to scrape a cluster's metrics, and to see them in Grafana and on Ray's dashboard."""
+    if out is None:
+        typer.echo(f"{dashboard_.steps(ray_dir)}\nprometheus.yml:\n\n{dashboard_.prometheus_config(ray_dir)}")
+        typer.echo("mempo.json: configs/grafana/mempo.json, or --out FOLDER writes all files.")
+        return
+    dashboard_.write(out, ray_dir)
+    typer.echo(f"{out}: prometheus.yml, mempo.json, and the steps in README.md")
 
 
 @app.command(context_settings=OVERRIDES)

@@ -24,7 +24,7 @@ SHARED = Path(os.environ.get("MEMPO_SHARED", ROOT.parent / "shared"))
 MODELS = Path(os.environ.get("MEMPO_MODELS") or Path.home() / ".cache" / "mempo_ray" / "models")
 
 DRY = {"python -m mempo_ray.driver", "mempo-ray train", "mempo-ray sft"}
-AS_IT_IS = {"mempo-ray plan", "mempo-ray doctor", "python -m mempo_ray.config.reference"}
+AS_IT_IS = {"mempo-ray plan", "mempo-ray doctor", "mempo-ray dashboard", "python -m mempo_ray.config.reference"}
 HELP = {"mempo-ray fetch", "mempo-ray eval", "mempo-ray ask", "mempo-ray index", "mempo-ray reward-check",
         "python -m retrieval_index", "python -m mempo_ray.tiny_policy"}  # fmt: skip
 """How a command is exercised, by its first words."""

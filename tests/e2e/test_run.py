@@ -17,7 +17,9 @@ import pytest
 from mempo_ray.algo.advantage import ScoredTrajectory, step_advantages
 from mempo_ray.algo.memory_reward import MemorySample
 from mempo_ray.config.schema import Algorithm, MemoryReward
-from tests.fakes.driver_run import SMALL, DriverRun, drive, read_rows, step_metrics
+from mempo_ray.observability.bottleneck import find_bottleneck
+from mempo_ray.observability.catalogue import find
+from tests.fakes.driver_run import SMALL, DriverRun, drive, read_metrics, read_rows, step_metrics
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -72,6 +74,13 @@ def test_the_run_folder_holds_what_a_run_leaves_behind(run):
     for name in ("config.yaml", "versions.json", "metrics.jsonl", "learning_curve.png", "logs/rollout-0.log"):
         assert (run.folder / name).stat().st_size > 0, name
     assert {path.name for path in (run.folder / "checkpoints").iterdir()} == {"step_000001", "step_000002"}
+
+
+def test_every_number_that_was_logged_is_in_the_catalogue_and_every_step_has_a_verdict(run):
+    rows = read_metrics(run.folder)
+    assert sorted({name for row in rows for name in row if find(name) is None}) == []
+    verdicts = [find_bottleneck(step_metrics(run.folder, step)) for step in STEPS]
+    assert [line.strip() for line in run.lines if "bound by:" in line] == [f"bound by: {each}" for each in verdicts]
 
 
 @pytest.mark.parametrize("step", STEPS)
