@@ -4,7 +4,7 @@
     a node is about to go (Ray drains it)  its engines leave at their turns' ends, as many others are asked for
     fewer than the pool should have        ask for more
     fewer than `min_replicas` for long     the run ends
-    an elastic pool: its load              grow, or let the least busy leave
+    an elastic pool: its load              grow, or let those leave that came last
 
 The pool obeys: an engine that is asked for has no bundle, so Ray, or its autoscaler, finds a node for it.
 """

@@ -156,6 +156,8 @@ class Rollout(Section):
     """Stop after </search> or </answer>; the end-of-turn id is then added with mask 0."""
     engine: Literal["vllm", "fake"] = "vllm"
     """'fake' is a scripted engine for tests and benchmarks."""
+    fake_turn_s: NonNegative = 0.0
+    """Mean time of a turn of the scripted engine (log-normal); 0 = none."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Weights and activations of the engine."""
     max_model_len: Count = 4096

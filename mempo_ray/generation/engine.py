@@ -183,9 +183,10 @@ def build_engine(
     if scores and rollout.temperature != 1:
         raise ConfigError(f"rollout.temperature={rollout.temperature:g}: an engine that scores samples at 1")
     if rollout.engine == "fake":
-        from mempo_ray.generation.fake_engine import FakeEngine, random_turns
+        from mempo_ray.generation.fake_engine import FakeEngine, TimedEngine, random_turns
 
-        return FakeEngine(name, random_turns(model_dir, end_of_turn_id), rollout, scores=scores)
+        engine = TimedEngine if rollout.fake_turn_s else FakeEngine
+        return engine(name, random_turns(model_dir, end_of_turn_id), rollout, scores=scores)
     os.environ.update(process_environment(rollout, weight_sync, scores))
     with output_to(log_file):  # vLLM logs while it is imported
         from mempo_ray.generation.vllm_engine import VllmEngine

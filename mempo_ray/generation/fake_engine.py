@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +49,10 @@ def random_turns(model_dir: str, end_of_turn_id: int, answer_share: float = 0.4)
         return [*block("mem", 3), *block("think", 2), *last, end_of_turn_id]
 
     return script
+
+
+TURN_SIGMA = 0.8
+"""Of the logarithm of a timed turn's seconds."""
 
 
 class FakeEngine:
@@ -187,3 +193,47 @@ class FakeEngine:
     def _check_running(self) -> None:
         if self._dead or not self._started:
             raise EngineFailed(f"{self._name}: the engine is {'dead' if self._dead else 'not running'}")
+
+
+class TimedEngine(FakeEngine):
+    """A FakeEngine whose turns take time (`rollout.fake_turn_s`), `rollout.max_num_seqs` of them at once; others queue.
+
+    Seconds of a turn are log-normal with that mean and σ TURN_SIGMA, drawn by the request's seed.
+    """
+
+    def __init__(self, name: str, script: Script, rollout: Rollout, scores: bool = False) -> None:
+        super().__init__(name, script, rollout, scores)
+        self._slots = asyncio.Semaphore(rollout.max_num_seqs)
+        self._timed: dict[asyncio.Future[None], int] = {}  # ends early by an abort → its tokens
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        self._check_proven()
+        loop = asyncio.get_running_loop()
+        deadline, aborted = loop.time() + request.deadline_s, loop.create_future()
+        self._timed[aborted] = len(request.prompt_ids) + request.max_tokens
+        try:
+            async with asyncio.timeout_at(deadline), self._slots:
+                await asyncio.wait([aborted], timeout=self._seconds(request))
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self._name}: turn not done within {request.deadline_s:g} s") from None
+        finally:
+            del self._timed[aborted]
+        if aborted.done():
+            raise EngineFailed(f"{self._name}: aborted")
+        return await super().generate(replace(request, deadline_s=deadline - loop.time()))
+
+    def _seconds(self, request: GenerateRequest) -> float:
+        rng = np.random.default_rng([request.seed, len(request.prompt_ids)])
+        return rng.lognormal(math.log(self._rollout.fake_turn_s) - TURN_SIGMA**2 / 2, TURN_SIGMA)
+
+    async def abort_all(self) -> int:
+        waiting = [turn for turn in self._timed if not turn.done()]
+        for turn in waiting:
+            turn.set_result(None)
+        return len(waiting) + await super().abort_all()
+
+    def stats(self) -> dict[str, float]:
+        found = super().stats()
+        found["num_in_flight"] += len(self._timed)
+        found["in_flight_tokens"] += sum(self._timed.values())
+        return found

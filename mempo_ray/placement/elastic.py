@@ -12,7 +12,6 @@ never closer than the shorter of the two waits, and a lasting shortage is met wi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mempo_ray.config.schema import Scaling
@@ -31,7 +30,8 @@ class Replica:
 
 @dataclass(frozen=True)
 class Reading:
-    """A pool at time `now` (s, monotonic).
+    """A pool at time `now` (s, monotonic). `serving` is in the order of joining: who came last leaves first, since the
+    first have places that are reserved for them.
 
     Example:
         >>> Reading(12.0, (Replica("rollout-0", num_requests=40),), num_joining=1, num_waiting=3)
@@ -117,7 +117,7 @@ class ElasticPolicy:
             waited_s = now - self._short_since
             return self._changed(now, Change(wanted - have, because=f"requests have queued for {waited_s:.0f} s"))
         if self._spare_since is not None and now - self._spare_since >= scaling.down_idle_s and not reading.num_joining:
-            leaving = _least_busy(reading.serving, have - self._most_wanted)
+            leaving = tuple(replica.name for replica in reading.serving[self._most_wanted - have :])
             idle_s = now - self._spare_since
             because = f"{self._most_wanted} of {have} have been enough for {idle_s:.0f} s"
             return self._changed(now, Change(shrink=leaving, because=because))
@@ -132,7 +132,3 @@ class ElasticPolicy:
 def _since(since: float | None, holds: bool, now: float) -> float | None:
     """When a condition began to hold without a break."""
     return (now if since is None else since) if holds else None
-
-
-def _least_busy(serving: Sequence[Replica], count: int) -> tuple[str, ...]:
-    return tuple(replica.name for replica in sorted(serving, key=lambda r: (r.num_requests, r.name))[:count])

@@ -63,11 +63,11 @@ def test_a_pool_that_the_run_hardly_waits_for_does_not_grow():
     assert first_change(ElasticPolicy(BOUNDS, SCALING), 40, share=0.1) is None
 
 
-def test_idle_replicas_leave_the_least_busy_first_and_as_many_stay_as_were_wanted_meanwhile():
+def test_idle_replicas_leave_the_last_come_first_and_as_many_stay_as_were_wanted_meanwhile():
     policy = ElasticPolicy(BOUNDS, SCALING)
     for now in range(60):
         assert policy.decide(reading(now, 0, 5, 1 if now != 30 else 20, 2)) == Change()
-    assert policy.decide(reading(60, 0, 5, 1, 2)).shrink == ("rollout-0", "rollout-2")
+    assert policy.decide(reading(60, 0, 5, 1, 2)).shrink == ("rollout-2", "rollout-3")
 
 
 def test_nobody_leaves_while_somebody_joins():
