@@ -48,6 +48,7 @@ class _Recorder:
     def _count(self, name: str, meaning: str, total: float) -> None:
         if name not in self._counters:
             self._counters[name] = Counter(exported(name), in_ascii(meaning), TAGS)
+            self._counters[name]._record(0.0, self._tags)  # `inc` refuses 0, and what never happened would be missing
         if (grown := total - self._counted.get(name, 0.0)) > 0:
             self._counters[name].inc(grown, tags=self._tags)
             self._counted[name] = total

@@ -119,7 +119,7 @@ SECTIONS = (
                 """
                 outcome_mean | score | mean outcome reward of the scored trajectories
                 outcome_std | score | its standard deviation
-                kl_coef | – | κ: KL coefficient of the next step's reward
+                kl_coef | – | KL coefficient of the next step's reward
                 exposed_s | s | after the last episode and the last log-prob, waiting for outcomes alone
                 extra/{key} | – | mean of a number or truth value that the scorer reported, over those that have it
                 """,
