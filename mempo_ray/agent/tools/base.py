@@ -55,7 +55,8 @@ class BaseTool:
     A subclass sets `name`, `description`, `parameters` (the JSON schema of its arguments, an object), writes `execute`,
     and registers: `@TOOLS.register("mine")` in a module of `plugins`, then `agent.tools: [search, mine]`.
 
-    Every step may raise InfrastructureError: the call is tried again, or the episode ends as `tool_failed`.
+    Every step may raise InfrastructureError, or anything else: the call is tried again, or the episode ends as
+    `tool_failed`, which is counted and leaves the statistics.
     """
 
     name: str

@@ -5,7 +5,7 @@ Toolbox.load ──▶ open ──▶ session(request) ──▶ call … call �
 
 on a call                                  what becomes of it
 the policy's mistake                       an answer that says so
-InfrastructureError, no answer in time     tried again, if the tool allows it; then ToolFailed
+the tool raises, or no answer in time      tried again, if the tool allows it; then ToolFailed
 the episode's time is up                   DeadlineExceeded
 """
 
@@ -30,7 +30,7 @@ from mempo_ray.agent.tools.python import PythonTool
 from mempo_ray.agent.tools.search import SearchTool
 from mempo_ray.config.schema import Agent
 from mempo_ray.contracts import SPAN_NAMES, EpisodeRequest
-from mempo_ray.errors import ConfigError, DeadlineExceeded, InfrastructureError, ToolFailed
+from mempo_ray.errors import ConfigError, DeadlineExceeded, InfrastructureError, MempoError, ToolFailed
 from mempo_ray.registry import Registry
 
 if TYPE_CHECKING:
@@ -227,21 +227,33 @@ class ToolSession:
                 failure = error
             except TimeoutError:
                 failure = DeadlineExceeded(f"no answer within {min(held.timeout_s, remaining_s):g} s")
+            except MempoError:  # a configuration that no other call would find right
+                raise
+            except Exception as error:  # noqa: BLE001 - a tool may be a user's: it fails its episode, not the run
+                failure = ToolFailed(f"{type(error).__name__}: {error}")
             self._failures[call.name] += 1
         raise ToolFailed(f"{call} failed {held.retries + 1} times: {failure}")
 
     async def rewards(self) -> dict[str, float]:
-        """What the tools that were called say of the episode, by name. Raises InfrastructureError."""
+        """What the tools that were called say of the episode, by name.
+
+        Raises:
+            InfrastructureError: a tool fails at that; it must not look like one that has nothing to say.
+        """
         found: dict[str, float] = {}
         for name, instance in self._instances.items():
             held = self._tools[name]
             try:
                 async with asyncio.timeout(held.timeout_s):
                     reward = await held.tool.calc_reward(instance)
+                    if reward is not None:
+                        found[name] = float(reward)
             except TimeoutError:
                 raise ToolFailed(f"{name}: no reward within {held.timeout_s:g} s") from None
-            if reward is not None:
-                found[name] = float(reward)
+            except MempoError:
+                raise
+            except Exception as error:
+                raise ToolFailed(f"{name}: no reward: {type(error).__name__}: {error}") from error
         return found
 
     async def release(self) -> None:
@@ -250,7 +262,7 @@ class ToolSession:
             try:
                 async with asyncio.timeout(RELEASE_S):
                     await self._tools[name].tool.release(instance)
-            except (InfrastructureError, TimeoutError):
+            except Exception:  # noqa: BLE001 - it is counted, and the other tools are released, too
                 self._failures[name] += 1
         self._instances.clear()
 

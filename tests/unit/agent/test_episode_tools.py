@@ -16,7 +16,7 @@ from mempo_ray.config.schema import Agent, AgentLimits, Reward, Rollout, Sandbox
 from mempo_ray.contracts import EndReason, EpisodeRequest, Passage, Scored, Task, Trajectory, TrajectoryBatch
 from mempo_ray.errors import ToolFailed
 from mempo_ray.ports import RunCode
-from mempo_ray.rewards.contract import Response, score_with, to_score
+from mempo_ray.rewards.contract import Response, to_score, with_tool_rewards
 from mempo_ray.rewards.sandbox import as_text, code_service
 from mempo_ray.rewards.sandbox.levels import Level
 from mempo_ray.rewards.sandbox.local import detect_level
@@ -180,7 +180,7 @@ async def test_a_tool_s_reward_reaches_the_score(play):
     assert (told(trajectory), trajectory.tool_rewards) == (["2", "5"], {"count": 0.5})
     response = to_score(TrajectoryBatch.from_trajectories([trajectory]))
     assert isinstance(response, Response)
-    score = score_with(lambda response, settings: 1.0, response, Reward(tool_weights={"count": 0.1}))
+    score = with_tool_rewards(Scored(1.0), response, Reward(tool_weights={"count": 0.1}))
     assert score == Scored(1.05, {"tool_reward/count": 0.5})
 
 

@@ -5,7 +5,16 @@ import random
 
 import pytest
 
-from mempo_ray.agent.tools import TOOL_PARSERS, TOOLS, Services, Toolbox, ToolCall, ToolResult
+from mempo_ray.agent.tools import (
+    TOOL_PARSERS,
+    TOOLS,
+    BaseTool,
+    Services,
+    Toolbox,
+    ToolCall,
+    ToolResult,
+    text_parameter,
+)
 from mempo_ray.agent.tools.base import LONGEST_LINE, problem_of
 from mempo_ray.agent.tools.catalogue import read_catalogue
 from mempo_ray.agent.tools.toolbox import LONGEST_WAIT_S, wait_s
@@ -128,6 +137,35 @@ async def test_only_a_call_that_may_be_made_twice_is_tried_again(tmp_path, is_id
     with pytest.raises(ToolFailed, match=f"failed {num_tries} times: away"):
         await call(box, ToolCall("count", {"by": "1"}))
     assert box.failures == {"count": num_tries}
+
+
+class CarelessTool(BaseTool):
+    """As no tool should be."""
+
+    name = "careless"
+    parameters = text_parameter("what", "")
+
+    async def execute(self, instance, arguments):
+        return ToolResult.of_text({"right": "fine"}[arguments["what"]])
+
+    async def calc_reward(self, instance):
+        return "much"
+
+    async def release(self, instance):
+        raise KeyError("released twice")
+
+
+async def test_a_tool_that_raises_fails_its_episode_and_not_the_run(tmp_path):
+    file = tmp_path / "tools.yaml"
+    file.write_text(f"tools:\n- class: {__name__}:CarelessTool\n  retries: 1\n")
+    box = toolbox(tools_file=file)
+    async with box.session(REQUEST) as session:
+        with pytest.raises(ToolFailed, match="failed 2 times: KeyError: 'wrong'"):
+            await session.call(ToolCall("careless", {"what": "wrong"}), 100, 0)
+        assert text(await session.call(ToolCall("careless", {"what": "right"}), 100, 0)) == "fine"
+        with pytest.raises(ToolFailed, match="careless: no reward: ValueError"):
+            await session.rewards()
+    assert box.failures == {"careless": 3}  # two tries and a release
 
 
 def test_tools_and_parsers_are_registered_by_name():
