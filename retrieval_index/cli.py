@@ -141,6 +141,8 @@ def search(
     """Print the best passages: as many as there are, if that is less than asked for."""
     if not query.strip():
         raise QueryError("the query is empty", "query", "type what to look for")
+    if any("\ud800" <= letter <= "\udfff" for letter in query):  # what Python makes of bytes that are not UTF-8
+        raise QueryError("the query is not UTF-8", "query", "type it again")
     retriever = open_retriever(index, encoder=encoder)
     hits = retriever.find([query], top_k)
     for passage in retriever.passages(hits.rows[0], hits.scores[0]):

@@ -32,6 +32,9 @@ from retrieval_index.encoder_presets import PRESETS, preset_folder
 from retrieval_index.errors import EncoderError
 from retrieval_index.manifest import EncoderRecord
 
+HASH_SETTINGS = {"dim"}
+FOLDER_SETTINGS = {"pooling", "query_prefix", "passage_prefix", "max_length", "normalised"}
+
 Vectors = np.ndarray
 """float32 [n, dim], each row of length 1 (or 0 for a text without a word)."""
 
@@ -65,6 +68,8 @@ def make_encoder(name: str, *, device: str = "cpu", num_threads: int | None = No
     Raises:
         EncoderError: there is no such encoder, or the folder lacks a file.
     """
+    if foreign := sorted(settings.keys() - (HASH_SETTINGS if name == "hash" else FOLDER_SETTINGS)):
+        raise EncoderError(f"{name} has no setting {', '.join(foreign)}", "encoder", "leave it out")
     if name == "hash":
         return HashEncoder(**settings)
     if name in PRESETS:
@@ -216,10 +221,11 @@ class TransformerEncoder:
         logging.disable_progress_bar()  # loading takes 10 ms, and stderr may be somebody's live display
         try:
             tokenizer = AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
-            model = AutoModel.from_pretrained(self._folder, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise EncoderError(f"{self._folder} does not load: {error}", "encoder", "check the folder") from error
-        return tokenizer, model.to(self._device).eval()
+            model = AutoModel.from_pretrained(self._folder, local_files_only=True).to(self._device).eval()
+        except (OSError, ValueError, RuntimeError, AssertionError) as error:  # the last two: torch, of the device
+            problem = f"{self._folder} does not load on {self._device}: {error}"
+            raise EncoderError(problem, "encoder", "check folder and device") from error
+        return tokenizer, model
 
     def _encode(self, texts: Sequence[str]) -> Vectors:
         # Equal lengths side by side: a pass is as wide as its longest text.

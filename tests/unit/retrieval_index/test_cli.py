@@ -88,6 +88,9 @@ def test_bm25_needs_no_encoder_and_finds_what_there_is(corpus: Path, tmp_path: P
     assert run("search", "--index", index, " ", code=2).strip() == (
         "error: query: the query is empty (type what to look for)"
     )
+    assert run("search", "--index", index, "caf\udce9", code=2).strip() == (
+        "error: query: the query is not UTF-8 (type it again)"
+    )
 
 
 def test_a_corpus_that_is_not_utf8_is_one_line(tmp_path: Path) -> None:

@@ -137,3 +137,18 @@ def test_prefix_length_and_scale_are_applied(bert: Path) -> None:
 def test_a_query_of_a_hundred_thousand_characters_is_cut(bert: Path) -> None:
     encoder = make_encoder(str(bert), num_threads=1)
     np.testing.assert_array_equal(encoder.encode_queries(["a b " * 25_000]), encoder.encode_queries(["a b " * 30]))
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"device": "gpu"}, "does not load on gpu"),
+        ({"dim": 64}, "has no setting dim"),
+        ({"pooling": "median"}, "unknown pooling"),
+    ],
+)
+def test_a_slip_is_one_clear_error(bert: Path, given: dict, problem: str) -> None:
+    with pytest.raises(EncoderError, match=problem):
+        make_encoder(str(bert), num_threads=1, **given).encode_queries(["a"])
+    with pytest.raises(EncoderError, match="hash has no setting pooling"):
+        make_encoder("hash", pooling="mean")
