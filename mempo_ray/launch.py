@@ -51,7 +51,7 @@ async def open_session(config: Config, *, with_engines: bool = True) -> AsyncGen
     folder.write_text("config.yaml", resolved_yaml(config))
     folder.write_versions()
     display = make_display(config.run.steps)
-    display.say(f"run folder: {folder.root.absolute()}" + (f", copied to {mirror.uri}" if mirror else ""))
+    display.say(f"run folder: {folder.root}" + (f", copied to {mirror.uri}" if mirror else ""))
     if (job := Job.current()) is not None:
         folder.write_json("job.json", asdict(job))
         display.say(

@@ -32,10 +32,11 @@ from mempo_ray.actors.policy import PolicyActor
 from mempo_ray.actors.retrieval import RemoteRetrievalActor, index_id, prepare_index
 from mempo_ray.actors.reward import RewardManagerActor
 from mempo_ray.actors.reward_model import RewardModelActor
-from mempo_ray.actors.rollout import RemoteRolloutActor, max_concurrency
+from mempo_ray.actors.rollout import RemoteRolloutActor
 from mempo_ray.actors.rollout_pool import RayRollouts
 from mempo_ray.actors.search import SearchClient, record_file
 from mempo_ray.actors.search_record import merge_record
+from mempo_ray.actors.shared_folder import check_shared
 from mempo_ray.actors.weight_sync import choose_transport
 from mempo_ray.agent.tokenizer import FileTokenizer
 from mempo_ray.algo.memory_reward import plan_probes
@@ -88,12 +89,14 @@ async def open_fleet(
 
     Raises:
         PlacementError: the cluster did not hold the plan in time.
+        ConfigError: the run's folder is not the same one on every node that uses it.
         InfrastructureError: an actor did not start in time.
     """
     tokenizer = FileTokenizer.from_folder(model_dir)
     async with AsyncExitStack() as stack:
         reservation = await reserve(plan, config.placement.timeout_s)
         stack.callback(reservation.release)
+        await check_shared(config, folder.root, reservation)
         record = record_file(config.retrieval, folder.root)
         actors = _Actors(config, reservation, model_dir, folder, tokenizer.end_of_turn_id, record)
         index = folder.root / "index"
@@ -211,8 +214,7 @@ class _Actors:
         return {**self.reservation.options(role, index), "name": name}
 
     def engine(self, index: int) -> Any:
-        concurrency = max_concurrency(self.config.rollout)
-        return RemoteRolloutActor.options(**self._options("rollout", index), max_concurrency=concurrency).remote(
+        return RemoteRolloutActor.options(**self._options("rollout", index)).remote(
             f"rollout-{index}",
             str(self.model_dir),
             self.config.rollout,

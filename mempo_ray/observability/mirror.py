@@ -144,11 +144,13 @@ def find_checkpoint(run: Run, mirror: Mirror | None) -> str | None:
         ConfigError: a path that is no complete checkpoint. (Of a URI the ranks say so when they load it.)
     """
     if run.resume == "auto":
-        found = mirror.newest_checkpoint(run.name) if mirror else newest_checkpoint(Path(run.dir), run.name)
+        found = mirror.newest_checkpoint(run.name) if mirror else newest_checkpoint(Path(run.dir).absolute(), run.name)
         return str(found) if found else None
     if run.resume and "://" not in run.resume and not (Path(run.resume) / COMPLETE).is_file():
         raise ConfigError(
             f"run.resume: {run.resume} holds no complete checkpoint (no file {COMPLETE}); give a folder "
             "checkpoints/step_… of a run, 'auto', or ''."
         )
+    if run.resume and "://" not in run.resume:
+        return str(Path(run.resume).absolute())
     return run.resume or None

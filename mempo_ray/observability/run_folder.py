@@ -95,7 +95,8 @@ class RunFolder:
 
     @classmethod
     def open(cls, root: Path) -> RunFolder:
-        """The folder at `root`, made or completed where parts of it are missing."""
+        """The folder at `root`, made or completed where parts of it are missing; absolute, for processes elsewhere."""
+        root = root.absolute()
         for part in ("trajectories", "checkpoints", "logs"):
             (root / part).mkdir(parents=True, exist_ok=True)
         return cls(root)
