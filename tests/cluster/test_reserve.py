@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import subprocess
+import sys
 
 import pytest
 import ray
@@ -72,6 +74,29 @@ async def test_a_busy_cluster_says_who_holds_it_at_once_and_ends_the_wait_with_t
         assert "held by run first-run (1.89" in words
         assert "actor greedy of first-run (0.1 CPU)" in words
     assert str(caught.value).startswith("placement.timeout_s: after 1.5 s the cluster has not given")
+
+
+async def test_what_only_fits_once_nodes_are_added_waits_and_says_what_was_asked_for(tmp_path):
+    file = tmp_path / "shape.yaml"
+    file.write_text("nodes: [{cpus: 2}, {count: 2, cpus: 8, gpus: 4}]")
+    sections = {"policy": {"device": "cuda", "ranks": 2}, "placement": {"layout": "disaggregated"}}
+    plan = make_plan(build(sections), largest_shape(str(file))).require()
+    with pytest.raises(PlacementError) as caught:
+        await reserve(plan, 1.0)
+    assert "policy[0], policy[1], batch_executor[0], rollout[0] have no place" in str(caught.value)
+    assert "asked for 3 × (1 GPU, 0." in str(caught.value)
+
+
+def test_the_file_of_an_autoscaler_on_this_machine_is_the_largest_shape_of_its_cluster_only(tmp_path):
+    file = tmp_path / "cluster.yaml"
+    types = "{h: {resources: {}}, g: {resources: {CPU: 8, GPU: 4}}}"
+    file.write_text(f"{{max_workers: 3, head_node_type: h, available_node_types: {types}}}")
+    for address, gpus in (("127.0.0.1:1", 0), (ray.get_runtime_context().gcs_address, 12)):
+        words = [f"--gcs-address={address}", f"--autoscaling-config={file}"]
+        with subprocess.Popen([sys.executable, "-c", "input()", *words], stdin=subprocess.PIPE) as monitor:
+            shape = largest_shape()
+            monitor.kill()
+        assert (shape.gpus, shape.nodes[0].cpus) == (gpus, 2)  # the head is up: what it has is known
 
 
 async def test_two_reservations_that_hold_half_each_do_not_wait_for_each_other_for_ever(monkeypatch):
