@@ -15,7 +15,7 @@ import psutil
 import pytest
 from ray.job_submission import JobStatus
 
-from tests.fakes.driver_run import read_metrics
+from tests.fakes.driver_run import DriverRun, adopted_orphans, drive, read_metrics
 from tests.fakes.ray_head import POLL_S, RayHead
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -128,6 +128,24 @@ def test_a_failed_job_says_whose_failure_it_was_by_its_exit_code(head: RayHead, 
         assert head.client.get_job_info(job).driver_exit_code == code, log
         assert says in log
         assert "Traceback" not in log
+
+
+def test_a_step_that_outlasts_the_time_to_stop_is_given_up_for_a_checkpoint_of_the_one_before(tmp_path: Path) -> None:
+    job = json.dumps({"metadata": {"job_submission_id": "raysubmit_test"}})
+    words = (*QUICKSTART, "rollout.engine=fake", "run.steps=1000", "eval.before_train=false")
+    variables = {"RAY_JOB_CONFIG_JSON_ENV_VAR": job, "RAY_JOB_STOP_WAIT_TIME_S": "2"}
+    with adopted_orphans(), DriverRun(tmp_path, *words, "rollout.fake_turn_s=3", **variables) as run:
+        run.wait_for("step 2: sampling")
+        run.process.terminate()
+        assert run.finish() == 130, run.output
+        assert run.left_behind == []
+    assert "stopped after step 1; go on with run.resume=auto" in run.output
+    assert sorted(path.parent.name for path in run.folder.glob("checkpoints/*/COMPLETE")) == [
+        "step_000000",
+        "step_000001",
+    ]
+    resumed = drive(tmp_path, *words, "run.steps=2", "run.resume=auto")  # checks that the next tasks are the recorded
+    assert [row["step"] for row in read_metrics(resumed.folder)] == [0, 1, 2, 2]
 
 
 @pytest.mark.parametrize("token", [None, "0" * 64], ids=["missing", "wrong"])

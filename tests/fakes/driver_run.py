@@ -42,7 +42,7 @@ def adopted_orphans() -> Iterator[None]:
 
 
 class DriverRun:
-    """`python -m mempo_ray.driver run.dir=<runs> …`, in its own process group.
+    """`python -m mempo_ray.driver run.dir=<runs> …`, in its own process group, with environment variables of its own.
 
     Example:
         with DriverRun(tmp_path, "run.steps=2") as run:
@@ -51,7 +51,7 @@ class DriverRun:
             assert run.finish() == 130
     """
 
-    def __init__(self, runs: Path, *words: str) -> None:
+    def __init__(self, runs: Path, *words: str, **variables: str) -> None:
         self.runs = runs
         self.lines: list[str] = []
         self.left_behind: list[str] = []
@@ -62,7 +62,7 @@ class DriverRun:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            env={k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"PYTHONUNBUFFERED": "1"},
+            env={k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"PYTHONUNBUFFERED": "1"} | variables,
         )
 
     def __enter__(self) -> DriverRun:
