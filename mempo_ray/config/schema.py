@@ -29,7 +29,8 @@ class Run(Section):
     name: str = "mempo"
     """Name of the run: part of the run folder, of actor names and of metric tags."""
     dir: str = "runs"
-    """Folder (or pyarrow filesystem URI) under which `<name>-<time>` is made; `latest` points at the newest."""
+    """Folder (or pyarrow filesystem URI) under which `<name>-<time>` is made; `latest` points at the newest. A relative
+    one lies under $MEMPO_RUN_DIR; without it, in the current folder, or in ~/mempo-runs for a submitted Ray job."""
     steps: Annotated[int, Field(ge=0)] = 30
     """Optimisation steps. 0 runs the cold start and the evaluation only."""
     seed: int = 0
