@@ -42,7 +42,7 @@ from mempo_ray.actors.adapters import RayPolicy
 from mempo_ray.actors.calls import answer
 from mempo_ray.actors.engine_logprobs import EngineLogProbs
 from mempo_ray.actors.lease import SideBySide
-from mempo_ray.actors.rollout import RemoteRolloutActor, max_concurrency
+from mempo_ray.actors.rollout import RemoteRolloutActor
 from mempo_ray.config.schema import Config, Rollout, WeightSync
 from mempo_ray.contracts import LogProbRequest, PayloadRef, Ragged, SftBatch
 from mempo_ray.generation.engine import unproven
@@ -68,7 +68,7 @@ def requests_of(turns: int, seed: int) -> list[LogProbRequest]:
 @asynccontextmanager
 async def open_engine(model: Path) -> AsyncGenerator[tuple[EngineLogProbs, ActorHandle]]:
     """One RolloutActor with proven weights, and the port over it."""
-    engine = RemoteRolloutActor.options(num_cpus=1, max_concurrency=max_concurrency(ROLLOUT)).remote(
+    engine = RemoteRolloutActor.options(num_cpus=1).remote(
         "rollout-0", str(model), ROLLOUT, WeightSync(), 1, str(model.parent / "logs"), scores=True
     )
     await answer(engine.start.remote(unproven(str(model))), "engine: start", ROLLOUT.startup_timeout_s)

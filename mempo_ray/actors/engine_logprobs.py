@@ -30,12 +30,16 @@ class EngineLogProbs:
     def __init__(self, num_engines: int, turns: Turns, clock: Callable[[], float] = time.monotonic) -> None:
         self._engines = EnginePool(clock)
         self._turns, self._clock = turns, clock
-        self._places = asyncio.Semaphore(SCORES_AT_ONCE * num_engines)
+        self._num_engines, self._places = num_engines, asyncio.Semaphore(SCORES_AT_ONCE * num_engines)
         self._num_running, self._running_since, self._busy_s = 0, 0.0, 0.0
 
     def announce(self, engines: Mapping[str, ActorHandle]) -> None:
         """These engines serve, and no others."""
         self._engines.announce(engines)
+        while self._num_engines < len(engines):  # the pool has grown
+            self._num_engines += 1
+            for _ in range(SCORES_AT_ONCE):
+                self._places.release()
 
     async def __call__(self, request: LogProbRequest) -> LogProbResult:
         """The request's deadline counts from its admission."""

@@ -39,6 +39,9 @@ WATCH_EVERY_S = 0.5
 MEMORY = Path("/dev/shm")
 """Where a snapshot that came from another node lies until it is loaded, if there is room."""
 
+CALLS_AT_ONCE = 4096
+"""Calls that a RolloutActor has open at once: more than the episodes of all agent workers."""
+
 SCORES_AT_ONCE = 4
 """Log-prob requests that an engine gets at once; each is two sequences a turn of its trajectory."""
 
@@ -46,7 +49,8 @@ SCORES_AT_ONCE = 4
 class RolloutActor:
     """One engine. Plain class: in tests it runs without Ray.
 
-    Make it with `max_concurrency(rollout)`, so that status and update are not queued behind turns.
+    Turns queue in the engine, not before the actor (CALLS_AT_ONCE): so status, update and drain never wait behind them,
+    and `stats` shows the queue.
     """
 
     def __init__(
@@ -223,9 +227,4 @@ class RolloutActor:
         return "stale" if self._engine.weight_version == NO_WEIGHTS else "serving"
 
 
-def max_concurrency(rollout: Rollout) -> int:
-    """Calls that a RolloutActor must be able to hold: all sequences, scores, and room for control beside them."""
-    return rollout.max_num_seqs + SCORES_AT_ONCE + 8
-
-
-RemoteRolloutActor = ray.remote(RolloutActor)
+RemoteRolloutActor = ray.remote(max_concurrency=CALLS_AT_ONCE)(RolloutActor)  # pyrefly: ignore[unexpected-keyword]

@@ -17,7 +17,7 @@ import pytest_asyncio
 import ray
 
 from mempo_ray.actors.calls import answer
-from mempo_ray.actors.rollout import RemoteRolloutActor, max_concurrency
+from mempo_ray.actors.rollout import RemoteRolloutActor
 from mempo_ray.config.schema import Rollout, WeightSync
 from mempo_ray.contracts import WeightManifest
 from mempo_ray.errors import EngineFailed
@@ -43,7 +43,7 @@ async def published(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[W
 @pytest.fixture
 def new_actor(published: WeightManifest, tmp_path: Path) -> Callable[[str], ray.actor.ActorHandle]:
     def make(name: str) -> ray.actor.ActorHandle:
-        return RemoteRolloutActor.options(num_cpus=0.1, max_concurrency=max_concurrency(ROLLOUT)).remote(
+        return RemoteRolloutActor.options(num_cpus=0.1).remote(
             name, published.uri, ROLLOUT, WeightSync(), END_OF_TURN_ID, str(tmp_path)
         )
 

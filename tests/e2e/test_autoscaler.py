@@ -21,7 +21,7 @@ from mempo_ray.actors.agent_loop import RemoteAgentLoopWorker
 from mempo_ray.actors.calls import answer
 from mempo_ray.actors.cluster import connected
 from mempo_ray.actors.fleet import open_fleet
-from mempo_ray.actors.rollout import RemoteRolloutActor, max_concurrency
+from mempo_ray.actors.rollout import RemoteRolloutActor
 from mempo_ray.actors.rollout_pool import RayRollouts
 from mempo_ray.agent.group import siblings
 from mempo_ray.config.load import load_file
@@ -187,9 +187,8 @@ def test_a_vllm_engine_joins_on_a_new_node_with_the_present_weights(cluster, tmp
 
 async def a_join(config, weights, folder: Path, stopwatch: Stopwatch) -> None:
     def make(index: int):
-        options = {"num_cpus": 0, "num_gpus": 1, "max_concurrency": max_concurrency(config.rollout)}
         arguments = (weights.uri, config.rollout, config.weight_sync, END_OF_TURN_ID, str(folder))
-        return RemoteRolloutActor.options(**options).remote(f"rollout-{index}", *arguments)
+        return RemoteRolloutActor.options(num_cpus=0, num_gpus=1).remote(f"rollout-{index}", *arguments)
 
     model = str(model_folder(config.policy.model))
     worker = RemoteAgentLoopWorker.options(num_cpus=0).remote(0, config.agent, config.rollout, model)

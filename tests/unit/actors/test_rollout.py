@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from mempo_ray.actors.rollout import RolloutActor, max_concurrency
+from mempo_ray.actors.rollout import RolloutActor
 from mempo_ray.config.schema import Rollout, WeightSync
 from mempo_ray.contracts import WeightManifest, WeightProof
 from mempo_ray.errors import DeadlineExceeded, EngineFailed
@@ -73,7 +73,6 @@ async def test_a_dead_engine_shows_in_the_status_and_fails_its_turns():
     assert (await actor.status()).state == "dead"
 
 
-def test_an_actor_names_itself_and_leaves_room_for_control_calls():
-    actor, _ = rollout_actor(max_num_seqs=64)
+def test_an_actor_names_itself():
+    actor, _ = rollout_actor()
     assert repr(actor) == "RolloutActor(rollout-0)"
-    assert max_concurrency(Rollout(max_num_seqs=64)) == 76
