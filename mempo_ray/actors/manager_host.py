@@ -1,10 +1,11 @@
 """One reward manager, with its scorers where they belong: threads, killable processes, or Ray actors.
 
     response ──place_of──▶ thread    the manager in a thread of this process; one past its deadline is abandoned
+                           sandbox   the same, no more at once than the sandbox runs: none waits there on its own time
                            process   a manager in each process of a KillablePool, which kills it at the deadline
                            ray       the same, each process a Ray actor anywhere in the cluster (`manager: remote`)
 
-All three are executors that `run_in_executor` takes. Responses that wait for a manager with `score_batch` are scored
+All are executors that `run_in_executor` takes. Responses that wait for a manager with `score_batch` are scored
 together; if such a call fails, each of them is scored once more alone, so that only the culprit has no score.
 """
 
@@ -150,14 +151,15 @@ class ManagerHost:
     def _route(self, place: Place) -> _Route:
         """Made when the first response needs it."""
         if place not in self._routes:
-            self._routes[place] = self._threads() if place == "thread" else self._processes(place)
+            at_once = {"thread": NUM_THREADS, "sandbox": self._settings.sandbox.concurrency}.get(place)
+            self._routes[place] = self._processes(place) if at_once is None else self._threads(at_once)
         return self._routes[place]
 
-    def _threads(self) -> _Route:
+    def _threads(self, at_once: int) -> _Route:
         manager = load_manager(self._settings)
-        executor = ThreadPoolExecutor(NUM_THREADS + MAX_STUCK, thread_name_prefix="scorer")
+        executor = ThreadPoolExecutor(at_once + MAX_STUCK, thread_name_prefix="scorer")
         score_batch = getattr(manager, "score_batch", None)
-        places = asyncio.Semaphore(1 if score_batch is not None else NUM_THREADS)
+        places = asyncio.Semaphore(1 if score_batch is not None else at_once)
         return _Route(executor, manager.score, score_batch, places, self._settings.timeout_s)
 
     def _processes(self, place: Place) -> _Route:

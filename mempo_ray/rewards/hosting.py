@@ -12,7 +12,7 @@ from mempo_ray.errors import DataError
 from mempo_ray.rewards.contract import Response
 from mempo_ray.rewards.registry import MANAGERS, Manager, load_manager, scorer_for
 
-Place = Literal["thread", "process", "ray"]
+Place = Literal["thread", "sandbox", "process", "ray"]
 
 _manager: Manager | None = None  # of this process, if it is a scorer process
 

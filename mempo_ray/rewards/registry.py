@@ -16,7 +16,9 @@ from mempo_ray.registry import Registry, place_of
 from mempo_ray.rewards.contract import Response, Scorer
 from mempo_ray.rewards.golds import GoldCheck, answer_golds, any_golds, number_golds, program_golds, single_gold
 
-Isolation = Literal["thread", "process"]
+Isolation = Literal["thread", "sandbox", "process"]
+"""What a scorer needs. thread: nothing. sandbox: a thread, and a place in the sandbox from its start, since waiting for
+one would count as its own time. process: a main thread (signals), or to be killed, since it may never return."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class ScorerEntry:
 
     scorer: Scorer | str  # or "module:attribute", imported by `load`
     golds: GoldCheck = any_golds  # the gold answers that it takes
-    isolation: Isolation = "thread"  # "process": it needs a main thread (signals), or may never return
+    isolation: Isolation = "thread"
     transcript: bool = False  # it is given `Response.tool_texts`
 
     def load(self) -> Scorer:
@@ -46,7 +48,8 @@ def register_scorer(
 
     Args:
         golds: raises DataError for gold answers that the scorer cannot use, returns those that it can.
-        isolation: "process" runs it in a process of its own (`reward.isolation`).
+        isolation: "process" runs it in a process of its own (`reward.isolation`); "sandbox" is for a scorer that runs
+            code in the sandbox (`reward.sandbox.concurrency` at once).
         transcript: hand it the tools' texts too, by turn.
 
     Raises:
@@ -146,4 +149,6 @@ _built_in("gsm8k:score_gsm8k", "gsm8k", "openai/gsm8k", golds=number_golds)
 _built_in("gsm8k:score_gsm8k_flexible", "gsm8k_flexible", golds=number_golds)
 _built_in("mathematics:score_math", *_MATH, *_DAPO, *_NUMINA, "aime", "*aime*", golds=single_gold, isolation="process")
 _built_in("geometry3k:score_geometry3k", "geometry3k", "hiyouga/geometry3k", golds=single_gold, isolation="process")
-_built_in("code:score_code", "code", "codecontests", "apps", "codeforces", "taco", golds=program_golds)
+_built_in(
+    "code:score_code", "code", "codecontests", "apps", "codeforces", "taco", golds=program_golds, isolation="sandbox"
+)

@@ -72,6 +72,8 @@ def test_dapo_leaves_an_unscored_response_unscored():
         (Reward(manager="prime", isolation="thread"), "process"),
         (Reward(manager="remote"), "ray"),
         (Reward(scorer="math", isolation="thread"), "process"),
+        (Reward(scorer="code"), "sandbox"),
+        (Reward(scorer="code", isolation="process"), "process"),
     ],
 )
 def test_the_strictest_wish_decides_where_a_scorer_runs(settings, place):

@@ -11,7 +11,7 @@ import pytest
 
 from mempo_ray.actors.manager_host import NUM_THREADS
 from mempo_ray.actors.reward import RewardManagerWorker
-from mempo_ray.config.schema import CustomFunction, Reward
+from mempo_ray.config.schema import CustomFunction, Reward, Sandbox
 from mempo_ray.contracts import EndReason, Scored, Task, TrajectoryBatch, Unscored
 from mempo_ray.errors import ConfigError
 from mempo_ray.rewards.registry import MANAGERS, register_scorer
@@ -29,6 +29,18 @@ BATCH = Reward(manager="batch", custom_function=CustomFunction(path=str(Path(bat
 def hangs(response, settings):
     if response.answer == "hang":
         release.wait(20)
+    return 1.0
+
+
+places_in_sandbox = threading.Semaphore(2)
+
+
+@register_scorer("test-org/in-sandbox", isolation="sandbox")
+def in_sandbox(response, settings):
+    if not places_in_sandbox.acquire(blocking=False):
+        return 0.0  # it would wait for a place while its own time runs
+    release.wait(0.01)
+    places_in_sandbox.release()
     return 1.0
 
 
@@ -57,6 +69,12 @@ async def test_a_hanging_scorer_times_out_unscored_and_blocks_nobody():
     scores = await asyncio.gather(*(worker.score(payload(answer)) for answer in answers))
     assert all(isinstance(s, Unscored) and s.kind == "timeout" for s in scores[::2])
     assert scores[1::2] == [Scored(1.0)] * (2 * NUM_THREADS)
+    await worker.close()
+
+
+async def test_programs_wait_for_a_place_in_the_sandbox_before_their_time_counts():
+    worker = RewardManagerWorker(Reward(scorer="test-org/in-sandbox", sandbox=Sandbox(concurrency=2)))
+    assert await asyncio.gather(*(worker.score(payload("x")) for _ in range(16))) == [Scored(1.0)] * 16
     await worker.close()
 
 
