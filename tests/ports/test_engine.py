@@ -234,8 +234,24 @@ async def test_an_engine_that_was_not_built_to_score_says_so(engine: Engine):
 async def test_a_cached_prefix_gives_the_log_probs_of_a_fresh_one(case: Case, engine: Engine):
     if not case.models:
         pytest.skip("the fake has no cache")
+    before = engine.stats()
     first, second = [await engine.generate(turn(21, prompt_seed=4)) for _ in range(2)]
     assert same(first, second)
+    now = engine.stats()
+    asked, found = (now[name] - before[name] for name in ("prompt_tokens", "prefix_hit_tokens"))
+    assert 0 < found < asked
+
+
+async def test_an_engine_tells_its_load_while_turns_run_and_afterwards(engine: Engine):
+    begun = [asyncio.create_task(engine.generate(turn(seed, max_tokens=200))) for seed in range(4)]
+    await asyncio.sleep(0)
+    busy = engine.stats()
+    await asyncio.gather(*begun)
+    idle = engine.stats()
+    assert (busy["num_in_flight"], idle["num_in_flight"]) == (4, 0)
+    assert 0 <= busy["kv_use"] <= 1
+    assert (idle["kv_use"], idle["num_queued"]) == (0, 0)
+    assert idle["output_tokens"] > busy["output_tokens"]
 
 
 async def test_closing_twice_is_harmless_and_nothing_runs_afterwards(case: Case):

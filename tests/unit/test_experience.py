@@ -71,6 +71,13 @@ async def test_samples_come_back_in_the_order_of_the_requests_whoever_ended_firs
     assert rewards[1] == pytest.approx([-0.1])
 
 
+async def test_after_the_last_episode_outcomes_alone_are_waited_for_once_the_last_log_prob_is_there():
+    without = await run(settings=config(memory_reward={"weight": 0}))
+    assert without.outcomes_s == without.exposed_s
+    with_memory = await run(logprobs=FakeLogProbs())
+    assert 0 <= with_memory.outcomes_s < with_memory.exposed_s
+
+
 async def test_streaming_scores_a_trajectory_while_others_still_run():
     logprobs = FakeLogProbs()
 

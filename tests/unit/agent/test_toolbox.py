@@ -83,6 +83,16 @@ async def test_waits_grow_have_jitter_and_are_the_same_for_the_same_seed():
     assert wait_s(60, random.Random(0)) <= LONGEST_WAIT_S
 
 
+async def test_what_episodes_wait_for_a_tool_is_counted_retries_and_failures_included():
+    clock = Clock()
+    box = toolbox(FakeSearch(num_failures=2, default=PASSAGES), clock)
+    await call(box, SEARCH, 1000)
+    assert box.wait_s == {"search": pytest.approx(sum(clock.waits))}
+    with pytest.raises(DeadlineExceeded):
+        await call(toolbox(FakeSearch(num_failures=99), clock, search_retries=50), SEARCH, clock.now + 0.01)
+    assert clock.now > box.wait_s["search"] > 0
+
+
 async def test_the_episode_s_deadline_ends_the_retries():
     clock = Clock()
     with pytest.raises(DeadlineExceeded, match="the index is away"):
