@@ -123,7 +123,7 @@ async def run(config: Config) -> int:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # closes all, as Ctrl-C does by itself
     job = Job.current()
     async with open_session(config) as (session, checkpoint):
-        stop_on_signals(session, job and job.stop_wait_s, at_once=task.cancel)
+        stop_on_signals(session, job.stop_wait_s if job is not None else None, at_once=task.cancel)
         summary = await train(session, checkpoint)
         session.report(summary)
     return 0 if summary is not None else STOPPED
