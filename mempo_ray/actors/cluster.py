@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import grpc
@@ -14,7 +14,7 @@ import ray
 import ray.util
 from ray._private.grpc_utils import init_grpc_channel
 from ray._private.services import canonicalize_bootstrap_address
-from ray.core.generated.gcs_service_pb2 import GetClusterIdRequest
+from ray.core.generated.gcs_service_pb2 import GetClusterIdRequest  # pyrefly: ignore[missing-module-attribute]
 from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 from ray.exceptions import AuthenticationError
 
@@ -103,7 +103,7 @@ def ask_for_id(address: str) -> None:
         )
     try:
         head = canonicalize_bootstrap_address(address)
-        with init_grpc_channel(head or "") as channel:
+        with closing(init_grpc_channel(head or "")) as channel:
             NodeInfoGcsServiceStub(channel).GetClusterId(GetClusterIdRequest(), timeout=ANSWER_S)
     except AuthenticationError:
         raise ConfigError(f"placement.address: no token for the cluster at {address}. {TOKEN_REMEDY}") from None
