@@ -124,12 +124,13 @@ def payloads_with_a_common_prompt() -> list[TrajectoryBatch]:
 def test_gradients_over_shared_prefixes_are_those_of_the_rows_one_by_one(
     budget, tiny_model, solo_gang, monkeypatch
 ) -> None:
-    """KL, entropy and the sampler's correction included. 1e-6: RMSNorm computes in float32 whatever the weights are."""
+    """KL, entropy, the sampler's correction and recomputed activations included. 1e-6: RMSNorm computes in float32
+    whatever the weights are."""
     payloads = payloads_with_a_common_prompt()
     found: dict[bool, dict[str, Tensor]] = {}
     metrics = {}
     for share in (False, True):
-        policy = {"micro_batch_tokens": budget, "share_prefixes": share}
+        policy = {"micro_batch_tokens": budget, "share_prefixes": share, "activation_checkpointing": share}
         rank = PolicyRank(
             settings(tiny_model, policy=policy, algorithm={"kl_coef": 0.1, "entropy_bonus": 0.01}),
             solo_gang,
