@@ -72,7 +72,9 @@ def cispo(tokens: Tokens, settings: Algorithm) -> Surrogate:
     """The clipped ratio as a weight without gradient on −A · log π: none is lost to the clip (MiniMax 2025, eq. 4)."""
     ratio = tokens.log_ratio.detach().exp()
     weight = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    return Surrogate(-weight * tokens.advantages * tokens.logp, weight != ratio, torch.zeros_like(ratio, dtype=bool))
+    return Surrogate(
+        -weight * tokens.advantages * tokens.logp, weight != ratio, torch.zeros_like(ratio, dtype=torch.bool)
+    )
 
 
 def sapo(tokens: Tokens, settings: Algorithm) -> Surrogate:
@@ -81,13 +83,13 @@ def sapo(tokens: Tokens, settings: Algorithm) -> Surrogate:
     ratio = tokens.log_ratio.exp()
     tau = torch.where(tokens.advantages > 0, settings.sapo.tau_positive, settings.sapo.tau_negative).to(ratio)
     gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
-    nowhere = torch.zeros_like(ratio, dtype=bool)
+    nowhere = torch.zeros_like(ratio, dtype=torch.bool)
     return Surrogate(-tokens.advantages * gate, nowhere, nowhere)
 
 
 def gpg(tokens: Tokens, settings: Algorithm) -> Surrogate:
     """The policy gradient itself, −A · log π, without ratio or clip (Chu et al. 2025, eq. 5)."""
-    nowhere = torch.zeros_like(tokens.logp, dtype=bool)
+    nowhere = torch.zeros_like(tokens.logp, dtype=torch.bool)
     return Surrogate(-tokens.advantages * tokens.logp, nowhere, nowhere)
 
 
@@ -134,7 +136,7 @@ def surrogate(
 def _clipped(ratio: Tensor, advantages: Tensor, settings: Algorithm) -> Surrogate:
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    return Surrogate(torch.maximum(plain, clipped), clipped > plain, torch.zeros_like(ratio, dtype=bool))
+    return Surrogate(torch.maximum(plain, clipped), clipped > plain, torch.zeros_like(ratio, dtype=torch.bool))
 
 
 def token_weights(

@@ -136,13 +136,14 @@ class RewardReport:
         pyplot.close(figure)
 
     def to_json(self) -> str:
+        """`mean` and `margin` are null where too few responses are scored to have one."""
         counts, borders = self.histogram()
         return json.dumps(
             {
                 "num_responses": len(self.checked),
                 "num_scored": len(self.scores),
-                "mean": self.mean,
-                "margin": self.margin,
+                "mean": self.mean if np.isfinite(self.mean) else None,
+                "margin": self.margin if np.isfinite(self.margin) else None,
                 "histogram": {"counts": counts.tolist(), "borders": borders.tolist()},
                 "failures": dict(self.failures()),
                 "unscored": dict(self.unscored()),

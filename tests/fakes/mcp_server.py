@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 
+from mcp import MCPError
 from mcp.server import MCPServer
-from mcp.types import ToolAnnotations
+from mcp.types import INVALID_PARAMS, ToolAnnotations
 
 server = MCPServer("test")
 
@@ -18,7 +19,9 @@ def add(a: int, b: int) -> str:
 
 @server.tool()
 def refuse(why: str) -> str:
-    """Fails, and says so."""
+    """Fails, and says so: as a result, or in the protocol."""
+    if why == "protocol":
+        raise MCPError(INVALID_PARAMS, "no such reason")
     raise ValueError(why)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcp import Client, MCPError, StdioServerParameters
-from mcp.types import CallToolResult, TextContent, Tool
+from mcp.types import INVALID_PARAMS, CallToolResult, TextContent, Tool
 
 from mempo_ray.agent.tools.base import BaseTool, ToolResult
 from mempo_ray.agent.tools.catalogue import McpServerEntry
@@ -50,7 +50,12 @@ class McpServer:
         client = await self._connected()
         try:
             answer = await client.call_tool(name, dict(arguments))
-        except (MCPError, OSError, RuntimeError) as error:
+        except MCPError as error:
+            if error.code == INVALID_PARAMS:  # the policy's mistake, told to it; the connection is sound
+                return CallToolResult(content=[TextContent(type="text", text=error.message)], is_error=True)
+            await self.close()
+            raise ToolFailed(f"MCP server {self._entry.name!r}: {type(error).__name__}: {error}") from error
+        except (OSError, RuntimeError) as error:
             await self.close()
             raise ToolFailed(f"MCP server {self._entry.name!r}: {type(error).__name__}: {error}") from error
         return answer

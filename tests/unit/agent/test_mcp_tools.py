@@ -51,6 +51,7 @@ async def test_a_server_over_stdio_is_asked_and_ends_with_the_toolbox(make):
     assert await call(tools, ADD) == "105"
     assert await call(tools, ToolCall("add", {"a": 2, "b": "x"})) == "error: argument 'b' must be a JSON integer"
     assert (await call(tools, ToolCall("refuse", {"why": "not today"}))).startswith("error:")
+    assert await call(tools, ToolCall("refuse", {"why": "protocol"})) == "error: no such reason"
     await tools.close()
     _, alive = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=10)
     assert alive == []

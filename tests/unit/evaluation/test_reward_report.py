@@ -73,3 +73,4 @@ def test_nothing_scored_is_still_a_report(tmp_path):
     empty = RewardReport((checked(Unscored("no key", "data")),))
     Console(file=io.StringIO()).print(empty.show())
     empty.draw(tmp_path / "empty.png")
+    assert json.loads(empty.to_json(), parse_constant=pytest.fail)["mean"] is None
