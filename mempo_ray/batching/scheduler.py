@@ -95,8 +95,8 @@ class Scheduler:
         bounded = self._queue and not self._set_missing
         if bounded and self.queued_tokens + ticket.cost > self._limits.max_queued_tokens:
             raise Overloaded(
-                f"log-prob queue holds {self.queued_tokens} tokens, {ticket.cost} more pass "
-                f"batch_executor.max_queued_tokens={self._limits.max_queued_tokens}; retry when it has drained"
+                f"the queue holds {self.queued_tokens} tokens, {ticket.cost} more pass "
+                f"max_queued_tokens={self._limits.max_queued_tokens}; retry when it has drained"
             )
         self._queue[ticket.number] = ticket
         self.queued_tokens += ticket.cost
