@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import importlib
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,6 +49,9 @@ SHUT_IN = Sandbox()
 GRACE_S = 5.0
 """How much later than an engine's own deadline the caller gives up: the engine's message says more."""
 
+QUEUE_SHARE = 0.5
+"""Turns that queue in an engine, over those that it runs: they keep it busy while an answer and the next turn travel.
+The rest waits here, where an engine that joins, or is free first, can have it."""
 
 MAX_GROUPS = 4096
 """Groups whose last engine is remembered; the longest unused is forgotten first."""
@@ -66,8 +70,9 @@ class Seat:
 class EnginePool:
     """`ports.Generate` over the engines that serve, as the fleet announced them last.
 
-    A request goes where `choose_engine` says. If that engine fails it, the engine is suspect for a while and the
-    request is asked elsewhere; with nowhere to go it waits for an announcement, within its deadline.
+    A request goes where `choose_engine` says, among the engines that have room. If that engine fails it, the engine is
+    suspect for a while and the request is asked elsewhere. With nowhere to go it waits in line, within its deadline: an
+    engine that has room again gets the first whose group it knows, else the first of all.
 
     Counts, reset by whoever reads them: `num_failures`, turns that an engine failed; `num_reprefills`, turns whose
     episode had to leave its engine (it failed, drained or died), so that another fills the prompt's cache again;
@@ -75,14 +80,16 @@ class EnginePool:
     seconds that turns took, summed.
     """
 
-    def __init__(self, clock: Callable[[], float] = monotonic, grace_s: float = GRACE_S) -> None:
-        self._clock, self._grace_s = clock, grace_s
+    def __init__(
+        self, clock: Callable[[], float] = monotonic, grace_s: float = GRACE_S, most_in_flight: float = math.inf
+    ) -> None:
+        self._clock, self._grace_s, self._most_in_flight = clock, grace_s, most_in_flight
         self._engines: dict[str, ActorHandle] = {}
         self._suspect_until: dict[str, float] = {}
         self._tokens_in_flight: Counter[str] = Counter()
+        self._num_in_flight: Counter[str] = Counter()
         self._affinity: dict[str, str] = {}
-        self._announced = asyncio.Event()
-        self.num_waiting = 0  # requests that no engine has
+        self._line: dict[asyncio.Future[None], str] = {}  # who waits, in order → its group
         self.wait_s = 0.0
         self.num_failures = self.num_reprefills = self.num_repeats = self.num_affine = 0
 
@@ -92,8 +99,14 @@ class EnginePool:
         self._affinity = {group: name for group, name in self._affinity.items() if name in stays}
         self._engines = dict(engines)
         self._suspect_until.clear()
-        self._announced.set()
-        self._announced = asyncio.Event()
+        for place in self._line:
+            _wake(place)
+        self._line.clear()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that no engine has."""
+        return len(self._line)
 
     def for_episode(self) -> Generate:
         """The same for the turns of one episode, whose changes of engine are counted."""
@@ -136,6 +149,7 @@ class EnginePool:
         while (name := await self._choose(group, deadline)) is not None:
             left_s = deadline - self._clock()
             self._tokens_in_flight[name] += num_tokens
+            self._num_in_flight[name] += 1
             seat = self._seated(seat, name)
             reference = call(self._engines[name], left_s)
             try:
@@ -149,25 +163,50 @@ class EnginePool:
                 raise
             finally:
                 self._tokens_in_flight[name] -= num_tokens
+                self._num_in_flight[name] -= 1
+                self._call_next(name)
         raise EngineFailed(f"no engine served a {what} in {deadline_s:g} s; last: {failure}")
 
     async def _choose(self, group: str, deadline: float) -> str | None:
         """A serving engine, waited for until the deadline; None: it has passed."""
+        is_called = not self._line  # nobody passes those who wait
         while (now := self._clock()) < deadline:
-            loads = {n: self._tokens_in_flight[n] for n in self._engines if self._suspect_until.get(n, 0) <= now}
-            if (name := choose_engine(loads, group, self._affinity)) is not None:
+            loads = {name: self._tokens_in_flight[name] for name in self._engines if self._has_room(name, now)}
+            if is_called and (name := choose_engine(loads, group, self._affinity)) is not None:
                 self._keep_together(group, name)
                 return name
-            wake = min([deadline, *(self._suspect_until[name] for name in self._engines)])
-            self.num_waiting += 1
-            try:
-                async with asyncio.timeout(wake - now):
-                    await self._announced.wait()
-            except TimeoutError:
-                continue
-            finally:
-                self.num_waiting -= 1
+            again = [until for until in self._suspect_until.values() if until > now]
+            await self._wait_in_line(group, min([deadline, *again]) - now)
+            is_called = True
+        self._call_next()
         return None
+
+    def _has_room(self, name: str, now: float) -> bool:
+        return self._suspect_until.get(name, 0) <= now and self._num_in_flight[name] < self._most_in_flight
+
+    async def _wait_in_line(self, group: str, timeout_s: float) -> None:
+        """Until called, or the time is up."""
+        place = asyncio.get_running_loop().create_future()
+        self._line[place] = group
+        try:
+            async with asyncio.timeout(timeout_s):
+                await place
+        except TimeoutError:
+            pass
+        except asyncio.CancelledError:
+            if place.done():
+                self._call_next()  # it does not come: the next one may
+            raise
+        finally:
+            self._line.pop(place, None)
+
+    def _call_next(self, name: str = "") -> None:
+        """Somebody from the line: the first whose group engine `name`, which has room, knows; else the first."""
+        if self._line:
+            known = (place for place, group in self._line.items() if self._affinity.get(group) == name)
+            place = next(known, None) or next(iter(self._line))
+            del self._line[place]
+            _wake(place)
 
     def _keep_together(self, group: str, name: str) -> None:
         last = self._affinity.pop(group, None)
@@ -184,6 +223,11 @@ class EnginePool:
         self.num_reprefills += seat.is_lost or (was is not None and was not in self._engines.values())
         seat.is_lost = False
         return seat
+
+
+def _wake(place: asyncio.Future[None]) -> None:
+    if not place.done():
+        place.set_result(None)
 
 
 class AgentLoopWorker:
@@ -216,7 +260,7 @@ class AgentLoopWorker:
         self._rollout = rollout
         self._probe_texts = probe_texts
         self._model_dir = model_dir
-        self._engines = EnginePool()
+        self._engines = EnginePool(most_in_flight=(1 + QUEUE_SHARE) * rollout.max_num_seqs / agent.workers)
         self._search = SearchClient(retrieval, agent.limits.search_s, record)
         self._tools = Toolbox(agent, Services(self._search, code_service(sandbox)))
         self._renderer = self._new_renderer()
