@@ -128,4 +128,4 @@ def _outcome_of(body: bytes, limits: Limits) -> Outcome:
 def _retry_after_s(headers: Mapping[str, str]) -> float:
     """Seconds of a Retry-After header; 0 where it has none, or a date."""
     text = headers.get("Retry-After", "")
-    return float(text) if text.isdigit() else 0.0
+    return float(text) if text.isdecimal() else 0.0
