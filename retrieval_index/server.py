@@ -10,8 +10,9 @@
 `contents` is the title line, a newline, the text. A query that cannot be searched (empty, over-long) finds nothing: an
 empty list in its place. `topk` missing, null or 0 is the default.
 
-Errors are `{"detail": "…"}` with a status that says who must act: 422 the client; 503 with Retry-After the queue is
-full or the service closed (verl's client tries a 503 again, but not a 429); 504 the deadline; 500 the search failed.
+Errors are `{"detail": "…"}` with a status that says who must act: 400, 413 and 422 the client; 503 with Retry-After the
+queue is full or the service closed (verl's client tries a 503 again, but not a 429); 504 the deadline; 500 the search
+failed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from retrieval_index import manifest as manifests
 from retrieval_index.corpus import DocumentLike, Passage, PassageStore
@@ -38,6 +40,8 @@ from retrieval_index.service import RejectedQuery, Result
 DEFAULT_TOP_K = 3
 MAX_TOP_K = 1_000
 MAX_QUERIES = 4_096
+MAX_BODY_BYTES = 64 * 2**20
+"""Of a request that says its length: `MAX_QUERIES` of the longest that are searched, at four bytes a letter."""
 BACKLOG = 4_096
 URL_PREFIX = "passage:"
 """`url` of a document: this and its id. What `/access` takes."""
@@ -87,6 +91,7 @@ def make_app(searches: Searches, index: str | Path, default_top_k: int = DEFAULT
         await searches.close()
 
     app = FastAPI(title="retrieval_index", lifespan=lifespan)
+    app.add_middleware(_BodyLimit)
     app.add_exception_handler(ServiceError, _answer_error)
     app.add_exception_handler(RequestValidationError, _answer_wrong_body)
 
@@ -110,6 +115,20 @@ def make_app(searches: Searches, index: str | Path, default_top_k: int = DEFAULT
         return await searches.counters()
 
     return app
+
+
+class _BodyLimit:
+    """413 in place of reading a body that nobody can have meant; uvicorn itself reads any."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        length = dict(scope.get("headers", ())).get(b"content-length", b"")
+        answer: ASGIApp = self._app
+        if length.isdigit() and int(length) > MAX_BODY_BYTES:
+            answer = JSONResponse({"detail": f"the body has {int(length)} bytes, at most {MAX_BODY_BYTES}"}, 413)
+        await answer(scope, receive, send)
 
 
 def serve(searches: Searches, index: Path, host: str, port: int, default_top_k: int = DEFAULT_TOP_K) -> None:

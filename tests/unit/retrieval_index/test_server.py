@@ -135,6 +135,13 @@ async def test_a_body_that_is_not_text_or_not_json_is_answered_with_a_sentence(c
     assert isinstance(response.json()["detail"], str)
 
 
+async def test_a_body_of_gigabytes_is_not_read(client: Client) -> None:
+    headers = {"Content-Type": "application/json", "Content-Length": str(2**32)}
+    response = await client._client.post("/retrieve", content=b"{}", headers=headers)
+    assert response.status_code == 413
+    assert "at most" in response.json()["detail"]
+
+
 async def test_half_of_a_utf_16_pair_finds_nothing_and_is_no_address(client: Client) -> None:
     assert (await client.send("/retrieve", b'{"queries": ["\\ud800"]}')).json() == {"result": [[]]}
     assert (await client.send("/access", b'{"urls": ["\\ud800"]}')).json() == {"result": [None]}
