@@ -124,8 +124,9 @@ def test_a_failed_job_says_whose_failure_it_was_by_its_exit_code(head: RayHead, 
     infrastructure = head.submit(source, "rollout.engine=fake", *unreachable, *QUICKSTART)
     for job, code, says in ((user, 2, "Did you mean rollout.temperature?"), (infrastructure, 3, "127.0.0.1:9")):
         assert head.wait_for_end(job) == JobStatus.FAILED
-        log = head.log_of(job)
-        assert head.client.get_job_info(job).driver_exit_code == code, log
+        log, info = head.log_of(job), head.client.get_job_info(job)
+        assert info is not None
+        assert info.driver_exit_code == code, log
         assert says in log
         assert "Traceback" not in log
 
