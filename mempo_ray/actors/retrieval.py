@@ -71,8 +71,12 @@ def _is_current(folder: Path, settings: Retrieval, encoder: Encoder) -> bool:
 
 
 def index_id(settings: Retrieval, folder: Path) -> str:
-    """Names what was searched: the content of the index in `folder`, or the address of the server."""
-    return settings.url if settings.backend == "http" else manifest.load(folder).index_id
+    """Names what was searched: the content of the index in `folder`, or the address of the server; "" = nothing was,
+    the run ended before it had an index."""
+    try:
+        return settings.url if settings.backend == "http" else manifest.load(folder).index_id
+    except ManifestError:
+        return ""
 
 
 class RetrievalActor:

@@ -15,7 +15,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
-from mempo_ray.actors.retrieval import RemoteRetrievalActor, RetrievalActor, prepare_index
+from mempo_ray.actors.retrieval import RemoteRetrievalActor, RetrievalActor, index_id, prepare_index
 from mempo_ray.actors.retrieval_pool import RetrievalPool
 from mempo_ray.config.schema import Retrieval
 from mempo_ray.contracts import Passage
@@ -86,6 +86,10 @@ def test_a_resumed_run_uses_its_index_again_until_an_input_changes(tmp_path: Pat
     corpus.write_text(json.dumps({"id": "b", "title": "Vela", "text": "judge Vela Kim ."}) + "\n")
     prepare_index(settings, (), tmp_path / "index")
     assert manifest.stat().st_mtime_ns != built
+
+
+def test_a_run_that_ends_before_it_has_an_index_searched_nothing(tmp_path: Path) -> None:
+    assert index_id(Retrieval(), tmp_path / "index") == ""
 
 
 def test_bad_input_names_the_key_of_the_configuration(tmp_path: Path) -> None:
