@@ -100,7 +100,8 @@ def test_a_stopped_job_leaves_a_checkpoint_and_nothing_else_and_two_at_once_fini
     assert not Path("/dev/shm", f"mempo-{folder.name}").exists()
 
     edited = source / "mempo_ray" / "launch.py"
-    edited.write_text(edited.read_text() + '\nprint("an edited file")\n')
+    assert "starting Ray and the actors" in edited.read_text()
+    edited.write_text(edited.read_text().replace("starting Ray and the actors", "starting Ray, edited"))
     began = time.monotonic()
     resubmitted = head.submit(source, f"run.steps={step + 1}", *words)
     other = head.submit(source, "run.steps=2", *QUICKSTART)
@@ -108,7 +109,7 @@ def test_a_stopped_job_leaves_a_checkpoint_and_nothing_else_and_two_at_once_fini
     assert [head.wait_for_end(job) for job in (resubmitted, other)] == [JobStatus.SUCCEEDED] * 2
     assert time.monotonic() - began < 600
     log = head.log_of(resubmitted)
-    assert "an edited file" in log
+    assert "starting Ray, edited" in log
     assert f"step {step + 1}: sampling" in log
     assert f"step {step}: sampling" not in log
     assert [row["step"] for row in read_metrics(folder)] == [*range(step + 2), step + 1]
