@@ -10,7 +10,7 @@ parameters). A turn has 55 tokens (40 written, of which 25 are the memory, and 1
 the answer 8: scoring then takes about a quarter of the time that generation takes. No update: it would add the same to
 both.
 
-    exposed_s      seconds from the last trajectory's end to the last score
+    exposed_s      seconds from the last trajectory's end to the last log-prob
     busy_s         seconds in which the executor was scoring
     hidden_share   1 - exposed_s / busy_s
     step_s         seconds of the episodes and scores together
@@ -173,7 +173,7 @@ async def warm_up(rollouts: SleepingRollouts, request: EpisodeRequest, policy: R
 
 
 def figures_of(collected: Collected, busy_s: float) -> dict[str, float]:
-    scoring = scoring_metrics(busy_s, collected.exposed_s)
+    scoring = scoring_metrics(busy_s, collected.exposed_logprobs_s)
     return {
         **{name.removeprefix("scoring/"): value for name, value in scoring.items()},
         "generation_s": collected.generation_s,

@@ -44,8 +44,9 @@ from mempo_ray.contracts import (
     TrainItem,
     TrainPlan,
     TrajectorySummary,
+    Unscored,
 )
-from mempo_ray.errors import MempoError, Overloaded, TrainingError
+from mempo_ray.errors import MempoError, Overloaded, PayloadLost, TrainingError
 from mempo_ray.ports import LogProbs, Rewards, Rollouts
 
 UNJUDGED = ("timeout", "infrastructure")  # kinds of Unscored that another try may mend
@@ -130,6 +131,11 @@ class Collected:
     exposed_s: float  # from there to the last score received: what scoring adds to the step
     outcomes_s: float = 0.0  # of these, after the last log-prob: only outcomes were waited for
 
+    @property
+    def exposed_logprobs_s(self) -> float:
+        """Until the last log-prob: a slow judge of outcomes exposes no log-prob."""
+        return self.exposed_s - self.outcomes_s
+
     @classmethod
     def of(cls, rounds: Sequence[Collected]) -> Collected:
         """One step out of the rounds of a group filter."""
@@ -144,7 +150,7 @@ class Collected:
 
 def scoring_metrics(busy_s: float, exposed_s: float) -> dict[str, float]:
     """How much of the scoring lay beside generation. `busy_s`: seconds in which log-probs were computed;
-    `exposed_s`: from the last trajectory's end to the last score. A step without log-probs has no share.
+    `exposed_s`: from the last trajectory's end to the last of them. A step without log-probs has no share.
 
     Example:
         >>> scoring_metrics(busy_s=4.0, exposed_s=0.5)
@@ -256,13 +262,18 @@ class _Judge:
     async def __call__(self, finished: Finished, questions: _Questions) -> Sample:
         if finished.payload is None or exclusion_reason(finished.summary, Scored(0.0)) is not None:
             return Sample(finished)
+        lost = None
         try:
             async with asyncio.TaskGroup() as group:
                 score = group.create_task(self._score(finished.payload))
                 memory = group.create_task(self._memory(questions.memory))
                 kl = group.create_task(self._kl(questions.kl))
+        except* PayloadLost as errors:  # with its node: this trajectory is gone, the others are not
+            lost = errors.exceptions[0]
         except* MempoError as errors:
             raise errors.exceptions[0] from None
+        if lost is not None:
+            return Sample(finished, Unscored(str(lost), kind="infrastructure"))
         outcome, num_rescores = score.result()
         return Sample(finished, outcome, memory.result(), kl.result(), num_rescores)
 

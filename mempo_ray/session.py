@@ -291,13 +291,13 @@ class Session:
             scored |= scorer.stats()
             busy_s += scored["scoring/engine_busy_s"]
         self.progress.scoring_busy_s += busy_s
-        self.progress.scoring_exposed_s += collected.exposed_s
+        self.progress.scoring_exposed_s += collected.exposed_logprobs_s
         return {
             **assembled.metrics,
             **await self.fleet.rollouts.stats(),
             **await self.fleet.search.stats(),
             **scored,
-            **scoring_metrics(busy_s, collected.exposed_s),
+            **scoring_metrics(busy_s, collected.exposed_logprobs_s),
             "rollout/output_tokens_per_s": tokens / max(collected.generation_s, 1e-9),
             "time/generation_s": collected.generation_s,
             "reward/kl_coef": self.progress.kl_coef,

@@ -68,12 +68,11 @@ def _seconds(values: Values) -> dict[str, float]:
     """Of each stage but `other`."""
     turns_s, tools_s = values.get("rollout/turn_wait_s", 0.0), values.get("rollout/tool_wait_s", 0.0)
     tool_share = tools_s / (turns_s + tools_s) if tools_s > 0 else 0.0
-    exposed_s, reward_s = values.get("scoring/exposed_s", 0.0), values.get("reward/exposed_s", 0.0)
     return {
         "generation": values["time/generation_s"] * (1 - tool_share),
         "tools": values["time/generation_s"] * tool_share,
-        "scoring": exposed_s - reward_s,
-        "reward": reward_s,
+        "scoring": values.get("scoring/exposed_s", 0.0),
+        "reward": values.get("reward/exposed_s", 0.0),
         "update": values.get("time/update_s", 0.0),
         "sync": values.get("time/sync_s", 0.0),
     }

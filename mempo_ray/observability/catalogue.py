@@ -288,7 +288,7 @@ SECTIONS = (
                 "scoring",
                 """
                 busy_s | s | in which log-probs were computed
-                exposed_s | s | from the last trajectory's end to the last score: what scoring adds to the step
+                exposed_s | s | from the last trajectory's end to the last log-prob: what scoring adds to the step
                 hidden_share | share | of busy_s, what lay beside generation
                 num_passes | passes | forward passes of the ranks for log-probs
                 num_tokens | tokens | that went through them

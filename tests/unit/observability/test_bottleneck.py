@@ -39,7 +39,7 @@ CASES = {
         ("tools", "tools", "look at the server of retrieval.url, or at the tools of agent.tools", 0.7),
     ),
     "scoring by the ranks": (
-        STEP | {"scoring/exposed_s": 50.0, "reward/exposed_s": 1.0},
+        STEP | {"scoring/exposed_s": 49.0, "reward/exposed_s": 1.0},
         ("scoring", "policy ranks", "raise policy.ranks, or set memory_reward.scorer_engine=vllm", 0.49),
     ),
     "scoring by the engines": (
@@ -47,7 +47,7 @@ CASES = {
         ("scoring", "engines that score", "raise rollout.replicas, or set memory_reward.scorer_engine=policy", 0.5),
     ),
     "reward": (
-        STEP | {"scoring/exposed_s": 50.0, "reward/exposed_s": 45.0},
+        STEP | {"scoring/exposed_s": 5.0, "reward/exposed_s": 45.0},
         ("reward", "reward workers", "raise reward.workers or reward.processes", 0.45),
     ),
     "update": (
