@@ -85,8 +85,8 @@ class CallFailed(InfrastructureError):
 class PayloadLost(InfrastructureError):
     """A payload is no longer in the object store.
 
-    A reward's reader makes it `Unscored`; a rank's ends the gang (GangLost), so the step is done again; the trajectory
-    log's ends the run.
+    Where it was to be scored, its trajectory is `Unscored`, by the rewards as by the engines; a rank's reader ends the
+    gang (GangLost), so the step is done again; the trajectory log's ends the run.
     """
 
 

@@ -20,7 +20,7 @@ from mempo_ray.contracts import (
     Task,
     Unscored,
 )
-from mempo_ray.errors import EngineFailed, TrainingError, WorkerFailed
+from mempo_ray.errors import EngineFailed, PayloadLost, TrainingError, WorkerFailed
 from mempo_ray.experience import Collected, Sample, adapted_kl_coef, assemble, collect, rollout_metrics, scoring_metrics
 from tests.fakes.logprobs import FakeLogProbs, Key
 from tests.fakes.rewards import FakeRewards
@@ -114,6 +114,19 @@ async def test_deterministic_mode_does_not_announce_a_step_without_requests():
     logprobs = FakeLogProbs()
     await run(config(run={"deterministic": True}, memory_reward={"weight": 0}), logprobs=logprobs)
     assert logprobs.journal == []
+
+
+async def test_a_payload_that_went_with_its_node_costs_its_trajectory_and_no_other():
+    class Scorer(FakeLogProbs):
+        async def __call__(self, request: LogProbRequest) -> LogProbResult:
+            if request.id.startswith("memory/q/0"):
+                raise PayloadLost("its node is gone")
+            return await super().__call__(request)
+
+    lost, kept = (await run(logprobs=Scorer())).samples
+    assert lost.score == Unscored("its node is gone", kind="infrastructure")
+    assert lost.excluded_because is not None
+    assert (kept.score, len(kept.memory)) == (Scored(0.0), 1)
 
 
 async def test_evaluation_asks_for_the_outcome_only():
