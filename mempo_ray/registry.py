@@ -18,8 +18,9 @@ class Registry(Generic[T]):
 
     A module listed in `plugins` registers its own pieces by the same decorator:
 
-        @SCORERS.register("mine")
-        def mine(trajectory, settings): ...
+        @ADV_ESTIMATORS.register("mine")
+        @per_group
+        def mine(scores_G, settings): ...
 
     A built-in that needs torch is registered by path, so that checking a name imports nothing heavy.
     """
