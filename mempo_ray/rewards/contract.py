@@ -193,6 +193,8 @@ def as_score(value: object, *, num_turns: int | None = None) -> Score:
         return Unscored(f"dict without 'score': {sorted(map(str, fields))}", "scorer_error")
     given = fields.get("process_scores")
     try:
+        if isinstance(given, Mapping):  # its keys would be read as the scores
+            raise TypeError(f"process_scores is a {type(given).__name__}, not a list of one number a turn")
         score = _finite(fields["score"], "score")
         steps = None if given is None else tuple(_finite(step, "process score") for step in given)
     except (TypeError, ValueError, OverflowError) as error:

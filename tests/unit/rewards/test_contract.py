@@ -75,6 +75,11 @@ def test_process_scores_come_in_a_dict_one_a_turn():
     assert "process score is a str" in as_score({"score": 1, "process_scores": "ab"}).reason
 
 
+def test_process_scores_by_turn_number_are_refused_and_not_read_by_their_keys():
+    score = as_score({"score": 1, "process_scores": {0: 0.5, 1: 0.25}}, num_turns=2)
+    assert (score.kind, "process_scores is a dict" in score.reason) == ("scorer_error", True)
+
+
 def test_a_last_turn_without_policy_tokens_leaves_the_score_to_the_turn_before():
     assert last_policy_token([np.array([1, 1, 0]), np.array([0, 0])]) == (0, 1)
     with pytest.raises(DataError, match="without a token of the policy"):
