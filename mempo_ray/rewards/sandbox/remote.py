@@ -13,13 +13,14 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
 from mempo_ray.config.schema import Sandbox
 from mempo_ray.errors import DeadlineExceeded, InfrastructureError
+from mempo_ray.rewards.retry_after import retry_after_s
 from mempo_ray.rewards.sandbox.local import classify
 from mempo_ray.rewards.sandbox.outcome import Limits, Outcome, Status
 
@@ -85,7 +86,8 @@ class RemoteSandbox:
             timeout = max(deadline - time.monotonic(), 0.001)
             with self._client.stream("POST", self._settings.url, json=request, timeout=timeout) as response:
                 if response.status_code in RETRIED:
-                    raise _TryAgain(f"HTTP {response.status_code}", _retry_after_s(response.headers))
+                    asked_s = retry_after_s(response.headers.get("Retry-After", ""))
+                    raise _TryAgain(f"HTTP {response.status_code}", asked_s or 0.0)
                 if response.status_code != 200:
                     raise InfrastructureError(f"HTTP {response.status_code}")
                 for chunk in response.iter_bytes():
@@ -123,9 +125,3 @@ def _outcome_of(body: bytes, limits: Limits) -> Outcome:
         return Outcome(Status.OUTPUT_LIMIT, **texts, seconds=seconds, detail=f"more than {limits.output_bytes} bytes")
     status, detail = classify(code, stderr)
     return Outcome(status, **texts, exit_code=code if status is Status.OK else None, seconds=seconds, detail=detail)
-
-
-def _retry_after_s(headers: Mapping[str, str]) -> float:
-    """Seconds of a Retry-After header; 0 where it has none, or a date."""
-    text = headers.get("Retry-After", "")
-    return float(text) if text.isdecimal() else 0.0

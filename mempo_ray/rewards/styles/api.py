@@ -12,8 +12,6 @@ on failure Unscored: timeout (no reply in time), infrastructure (busy, down or b
 from __future__ import annotations
 
 import asyncio
-import datetime
-import email.utils
 import json
 import os
 import random
@@ -28,6 +26,7 @@ from mempo_ray.config.schema import Judge
 from mempo_ray.contracts import Score, Scored, Unscored
 from mempo_ray.errors import ConfigError, DeadlineExceeded, InfrastructureError
 from mempo_ray.rewards.contract import Response
+from mempo_ray.rewards.retry_after import retry_after_s
 from mempo_ray.rewards.styles.limits import Limiter
 
 MAX_REPLY_BYTES = 1_000_000
@@ -176,19 +175,6 @@ def load_template(key: str, path: str) -> jinja2.Template:
         raise ConfigError(f"{key}: {path} cannot be read ({error}); give a jinja file.") from None
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"{key}: {path}, line {error.lineno}: {error.message}.") from None
-
-
-def retry_after_s(header: str) -> float | None:
-    """Seconds of a Retry-After header, which names seconds or a date; None where it names neither."""
-    if header.strip().isdecimal():
-        return float(header)
-    try:
-        until = email.utils.parsedate_to_datetime(header)
-    except (ValueError, TypeError):
-        return None
-    if until.tzinfo is None:  # "-0000": a time in UTC of an unknown zone (RFC 5322)
-        until = until.replace(tzinfo=datetime.UTC)
-    return max(0.0, (until - datetime.datetime.now(datetime.UTC)).total_seconds())
 
 
 def _pattern(name: str, judge: Judge) -> re.Pattern[str]:

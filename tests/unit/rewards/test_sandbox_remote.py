@@ -102,6 +102,9 @@ def test_retry_after_is_obeyed():
 def test_a_wait_beyond_the_deadline_is_not_begun():
     outcome, num_requests, waits = ask(lambda request, number: Answer(429, headers={"Retry-After": "3600"}))
     assert (outcome.status, num_requests, waits) == (Status.SANDBOX_FAILED, 1, [])
+    date = "Fri, 01 Jan 2100 00:00:00 GMT"
+    _, num_requests, _ = ask(lambda request, number: Answer(429, headers={"Retry-After": date}))
+    assert num_requests == 1
 
 
 def test_silence_ends_at_the_deadline():

@@ -13,7 +13,7 @@ from mempo_ray.config.schema import Judge, Style
 from mempo_ray.contracts import Scored, Unscored
 from mempo_ray.errors import ConfigError
 from mempo_ray.rewards.contract import Response
-from mempo_ray.rewards.styles.api import ApiJudge, check_judge, retry_after_s
+from mempo_ray.rewards.styles.api import ApiJudge, check_judge
 from tests.fakes.judge_server import JudgeServer
 
 
@@ -153,18 +153,3 @@ def test_mistakes_in_the_section_are_told_before_anything_is_asked(tmp_path):
     for pattern, reason in (("score (", "no regular expression"), (r"score \d", "0 groups"), ("(a)(b)", "2 groups")):
         with pytest.raises(ConfigError, match=rf"judge\.score_pattern: .*{reason}"):
             check_judge("j", Judge(template=str(path), score_pattern=pattern))
-
-
-@pytest.mark.parametrize(
-    ("header", "seconds"),
-    [
-        ("3", 3.0),
-        ("", None),
-        ("²", None),
-        ("soon", None),
-        ("Fri, 01 Jan 2021 00:00:00 GMT", 0.0),
-        ("Fri, 01 Jan 2021 00:00:00 -0000", 0.0),
-    ],
-)
-def test_retry_after_names_seconds_or_a_date(header, seconds):
-    assert retry_after_s(header) == seconds
