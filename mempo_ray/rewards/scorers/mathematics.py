@@ -21,6 +21,7 @@ BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 ANSWER_LINE = re.compile(r"(?:final answer is|answer\s*:)\s*([^\n]+)", re.IGNORECASE)
 TEXT = re.compile(r"\\(?:text|textbf|mbox|mathrm|textrm)\s*\{([^{}]*)\}")
 WORDS = re.compile(r"[A-Za-z][A-Za-z '-]{3,}|[A-Za-z]+ [A-Za-z ]+")
+SHORT_WORD = re.compile(r"[A-Za-z]{2,3}")  # or a product: which of them, the answer's form tells
 MAX_ANSWER_CHARS = 300  # the longest gold answer of MATH-500 has 159; what is longer is no answer, and slow to parse
 MAX_DEPTH = 12  # of brackets in each other; 300 open ones take 9 s to parse
 EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
@@ -70,14 +71,15 @@ def last_box(text: str) -> str | None:
 def is_equal(answer: str, gold: str) -> bool:
     """Equal as words where the gold answer is words, else as expressions: to 6 decimals; units, % and $ are ignored.
 
-    Words must not become expressions: as a product of its letters, 'listen' is 'silent'.
+    Words must not become expressions: as a product of its letters, 'listen' is 'silent'. A gold answer of 2 or 3
+    letters is a word to an answer of letters alone ('on' is not 'no'), else a product ('xy' is 'x \\cdot y').
     """
     answer, gold = _bare(answer), _bare(gold)
     if answer == gold or len(answer) > MAX_ANSWER_CHARS or _depth(answer) > MAX_DEPTH:
         return answer == gold != ""
-    words = TEXT.sub(r"\1", gold)
-    if WORDS.fullmatch(words):
-        return normalize_answer(TEXT.sub(r"\1", answer)) == normalize_answer(words)
+    words, said = TEXT.sub(r"\1", gold), TEXT.sub(r"\1", answer)
+    if WORDS.fullmatch(words) or (SHORT_WORD.fullmatch(words) and said.isalpha()):
+        return normalize_answer(said) == normalize_answer(words) != ""
     # what the policy wrote may be no expression at all, which is a wrong answer; a gold answer has to be one
     golds = parse(f"\\boxed{{{gold}}}", EXTRACTION, parsing_timeout=0, raise_on_error=True)
     answers = parse(f"\\boxed{{{answer}}}", EXTRACTION, parsing_timeout=0)
