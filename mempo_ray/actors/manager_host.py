@@ -6,7 +6,8 @@
                            ray       the same, each process a Ray actor anywhere in the cluster (`manager: remote`)
 
 All are executors that `run_in_executor` takes. Responses that wait for a manager with `score_batch` are scored
-together; if such a call fails, each of them is scored once more alone, so that only the culprit has no score.
+together; if such a call fails, each of them is scored once more alone, so that only the culprit has no score. Programs
+are not: one call has one `timeout_s`, in which the sandbox runs no more than a few.
 """
 
 from __future__ import annotations
@@ -137,8 +138,12 @@ class ManagerHost:
                 answers = await _score_together(route, [responses[i] for i in part])
             scores.update(zip(part, answers, strict=True))
 
+        async def ask_alone(i: int) -> None:
+            scores[i] = await self.score(responses[i])
+
         size = self._settings.batch_size
-        asks = [
+        asks = [ask_alone(i) for i in by_place.pop("sandbox", ())]
+        asks += [
             ask(self._route(place), part[start : start + size])
             for place, part in by_place.items()
             for start in range(0, len(part), size)
@@ -152,14 +157,15 @@ class ManagerHost:
         """Made when the first response needs it."""
         if place not in self._routes:
             at_once = {"thread": NUM_THREADS, "sandbox": self._settings.sandbox.concurrency}.get(place)
-            self._routes[place] = self._processes(place) if at_once is None else self._threads(at_once)
+            batches = scores_batches(self._settings) and place != "sandbox"
+            self._routes[place] = self._processes(place) if at_once is None else self._threads(at_once, batches)
         return self._routes[place]
 
-    def _threads(self, at_once: int) -> _Route:
+    def _threads(self, at_once: int, batches: bool) -> _Route:
         manager = load_manager(self._settings)
         executor = ThreadPoolExecutor(at_once + MAX_STUCK, thread_name_prefix="scorer")
-        score_batch = getattr(manager, "score_batch", None)
-        places = asyncio.Semaphore(1 if score_batch is not None else at_once)
+        score_batch = getattr(manager, "score_batch", None) if batches else None
+        places = asyncio.Semaphore(1 if batches else at_once)
         return _Route(executor, manager.score, score_batch, places, self._settings.timeout_s)
 
     def _processes(self, place: Place) -> _Route:

@@ -182,3 +182,32 @@ async def test_a_manager_that_raises_or_answers_nonsense_leaves_nobody_waiting()
     short = await asyncio.gather(*(worker.score(payload(answer)) for answer in ("short", "raises")))
     assert [getattr(s, "kind", s) for s in short] == ["scorer_error", Scored(0.5)]
     await worker.close()
+
+
+@register_scorer("test-org/program", isolation="sandbox")
+def score_alone(response, settings):
+    return 1.0
+
+
+@MANAGERS.register("test-org/sizes")
+class SizesManager:
+    """A score is the number of responses in its call."""
+
+    def __init__(self, settings):
+        """Nothing to prepare."""
+
+    def score(self, response):
+        return 1.0
+
+    def score_batch(self, responses):
+        return [float(len(responses))] * len(responses)
+
+
+async def test_programs_are_not_scored_together_whatever_the_manager():
+    worker = RewardManagerWorker(Reward(manager="test-org/sizes"))
+    program = Task("p", "?", (("a",),), "test-org/program")
+    rows = TrajectoryBatch.from_trajectories([trajectory("a", task=program), trajectory("Paris")] * 3)
+    assert [s.score for s in await worker.score_batch(rows)] == [1.0, 3.0] * 3
+    one = TrajectoryBatch.from_trajectories([trajectory("a", task=program)])
+    assert [s.score for s in await asyncio.gather(*(worker.score(one) for _ in range(5)))] == [1.0] * 5
+    await worker.close()
