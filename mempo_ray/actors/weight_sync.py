@@ -201,6 +201,7 @@ class Snapshots:
             return manifest
         if await self._answer(engine.sees.remote(manifest.uri)):
             return manifest
+        folder = ""
         async with self._read(manifest) as files:
             for number, file in enumerate(files):
                 folder = await self._answer(engine.receive.remote(file, number == 0))
@@ -230,4 +231,4 @@ class Snapshots:
 async def _references(manifest: WeightManifest) -> list[ray.ObjectRef]:
     here = NodeAffinitySchedulingStrategy(manifest.node, soft=False)
     stream = read_files.options(num_returns="streaming", scheduling_strategy=here).remote(manifest.uri)
-    return [file async for file in stream]
+    return [file async for file in stream]  # pyrefly: ignore[not-iterable]

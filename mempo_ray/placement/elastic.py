@@ -2,7 +2,7 @@
 
 consumes   a `Reading` of the pool every second or so
 produces   a `Change`: so many more replicas, or those that leave, and why
-obeyed by  actors/rollout_pool.py and actors/retrieval_replicas.py
+obeyed by  actors/pool_keeper.py and actors/rollout_pool.py
 
 A pool grows when requests have queued for `up_wait_s` and shrinks when fewer replicas have been enough for
 `down_idle_s`; any change starts both waits anew and is followed by `cooldown_s` of rest. So two opposite changes are

@@ -1,0 +1,104 @@
+"""What an elastic pool needs of real Ray: published weights on another node, and Ray's notice that a node goes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+
+from mempo_ray.actors.calls import answer
+from mempo_ray.actors.cluster import draining_nodes
+from mempo_ray.actors.rollout import RolloutActor
+from mempo_ray.actors.weight_sync import Snapshots
+from mempo_ray.config.schema import Rollout, WeightSync
+from mempo_ray.contracts import WeightManifest, WeightProof
+from mempo_ray.errors import EngineFailed
+from mempo_ray.generation.fake_engine import FakeEngine
+
+pytestmark = pytest.mark.slow
+
+DEADLINE_S = 60
+ROLLOUT = Rollout(engine="fake")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def node():
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield ray.get_runtime_context().get_node_id()
+    ray.shutdown()
+
+
+@ray.remote(num_cpus=0, max_concurrency=16)
+class EngineOfAnotherNode(RolloutActor):
+    """It does not see folders of this node, and remembers the files that its engine was given."""
+
+    def __init__(self, logs: str) -> None:
+        super().__init__(
+            "rollout-0", "", ROLLOUT, WeightSync(), 2, logs, FakeEngine("rollout-0", lambda r: [2], ROLLOUT)
+        )
+        self.loaded: dict[str, bytes] = {}
+
+    async def sees(self, folder: str) -> bool:
+        return False
+
+    async def update(self, manifest: WeightManifest) -> float:
+        self.loaded = {path.name: path.read_bytes() for path in Path(manifest.uri).iterdir()}
+        return await super().update(manifest)
+
+    async def what_it_loaded(self) -> dict[str, bytes]:
+        return self.loaded
+
+
+@pytest.fixture
+def published(tmp_path: Path, node: str) -> WeightManifest:
+    folder = tmp_path / "000007"
+    folder.mkdir()
+    for number in range(2):
+        (folder / f"model-{number}.safetensors").write_bytes(bytes([number]) * 300_000)
+    return WeightManifest(7, str(folder), WeightProof((1, 2), (-1.0,)), node=node)
+
+
+async def test_an_engine_without_the_folder_gets_its_files_through_the_object_store_and_keeps_none(published, tmp_path):
+    engine = EngineOfAnotherNode.remote(str(tmp_path))
+    await answer(engine.start.remote(None), "start", DEADLINE_S)
+    snapshots = Snapshots(DEADLINE_S)
+    for version in (7, 8):
+        there = await snapshots.within_reach(replace(published, version=version), engine, "another node")
+        assert there.uri != published.uri
+        await answer(engine.update.remote(there), "update", DEADLINE_S)
+        assert (await answer(engine.status.remote(), "status", DEADLINE_S)).weight_version == version
+        assert not Path(there.uri).exists()
+    files = {path.name: path.read_bytes() for path in Path(published.uri).iterdir()}
+    assert await answer(engine.what_it_loaded.remote(), "files", DEADLINE_S) == files
+    assert not snapshots._files
+
+
+async def test_a_folder_that_is_gone_is_the_engine_s_failure_and_not_the_run_s(published, tmp_path):
+    engine = EngineOfAnotherNode.remote(str(tmp_path))
+    gone = replace(published, uri=str(tmp_path / "nothing"))
+    with pytest.raises(EngineFailed, match="published weights"):
+        await Snapshots(DEADLINE_S).within_reach(gone, engine, "another node")
+
+
+async def test_on_the_folder_s_own_node_and_for_a_uri_nothing_is_carried(published):
+    for manifest, where in ((published, published.node), (replace(published, uri="s3://b/7"), "another node")):
+        assert await Snapshots(DEADLINE_S).within_reach(manifest, None, where) == manifest
+
+
+def test_a_node_that_ray_drains_is_known(node):
+    """Last: the only node takes no new work afterwards."""
+    assert draining_nodes() == frozenset()
+    address = ray.get_runtime_context().gcs_address
+    words = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
+    script = Path(sys.executable).with_name("ray")
+    subprocess.run(
+        [script, "drain-node", "--address", address, "--node-id", node, "--deadline-remaining-seconds", "600", *words],
+        check=True,
+        timeout=DEADLINE_S,
+        capture_output=True,
+    )
+    assert draining_nodes() == frozenset({node})
