@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from mempo_ray.algo.advantage import ScoredTrajectory, step_advantages
 from mempo_ray.algo.memory_reward import MemorySample
 from mempo_ray.config.schema import Algorithm, MemoryReward
 from mempo_ray.observability.bottleneck import find_bottleneck
-from mempo_ray.observability.catalogue import find
+from mempo_ray.observability.catalogue import SECTIONS, find
 from tests.fakes.driver_run import SMALL, DriverRun, drive, read_metrics, read_rows, step_metrics
 
 pytestmark = pytest.mark.timeout(400)
@@ -30,6 +31,9 @@ SUMMARY = (
     "p_mem_ratio", "p_full_ratio", "seconds", "peak_pss_gb", "steps", "drift_turns", "max_logprob_gap",
 )  # fmt: skip
 """Keys that the issue's first condition names."""
+
+OTHER_RUNS = r"^rollout/end_|^scoring/(num_)?engine_|/re(covery|store)_"
+"""What a run emits that ends episodes otherwise, scores in its engines, loses its ranks or is resumed."""
 
 Row = dict
 
@@ -78,7 +82,11 @@ def test_the_run_folder_holds_what_a_run_leaves_behind(run):
 
 def test_every_number_that_was_logged_is_in_the_catalogue_and_every_step_has_a_verdict(run):
     rows = read_metrics(run.folder)
-    assert sorted({name for row in rows for name in row if find(name) is None}) == []
+    logged = {name for row in rows for name in row}
+    assert sorted(name for name in logged if find(name) is None) == []
+    driver_s = [metric for section in SECTIONS for metric in section.metrics if metric.role == "driver"]
+    silent = [m.name for m in driver_s if not any(m.pattern.fullmatch(name) for name in logged)]
+    assert [name for name in silent if not re.search(OTHER_RUNS, name)] == []
     verdicts = [find_bottleneck(step_metrics(run.folder, step)) for step in STEPS]
     assert [line.strip() for line in run.lines if "bound by:" in line] == [f"bound by: {each}" for each in verdicts]
 
