@@ -3,7 +3,8 @@
     python benchmarks/elastic.py [--replicas 8] [--groups 64] [--turns 8] [--json FILE|-]
 
 Real agent workers, engine actors and routing over a local Ray; only the engines are scripted: 16 slots each, a turn
-takes log-normal time (mean 0.5 s, σ 0.8) by asyncio.sleep. 64 groups of 16 episodes, each of `--turns` turns without search.
+takes log-normal time (mean 0.5 s, σ 0.8) by asyncio.sleep. 64 groups of 16 episodes, each of `--turns` turns with a
+search that finds nothing.
 
     linear_share_at_8     throughput(8) / (8 · throughput(1)), turns a second from the first turn to the last. Both
                           sides run in one call, one after the other; the slow turns at the end count, for both.

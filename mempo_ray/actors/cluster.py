@@ -14,6 +14,7 @@ import ray
 import ray.util
 from ray._private.grpc_utils import init_grpc_channel
 from ray._private.services import canonicalize_bootstrap_address
+from ray._private.state import state
 from ray.core.generated.gcs_service_pb2 import GetClusterIdRequest  # pyrefly: ignore[missing-module-attribute]
 from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 from ray.exceptions import AuthenticationError
@@ -29,7 +30,7 @@ def draining_nodes() -> frozenset[str]:
 
     Ray shows this to its own libraries only (Serve and Train use the same call).
     """
-    return frozenset(ray._private.state.state.get_draining_nodes()) if ray.is_initialized() else frozenset()
+    return frozenset(state.get_draining_nodes()) if ray.is_initialized() else frozenset()
 
 
 ANSWER_S = 5.0
