@@ -26,7 +26,7 @@ from mempo_ray.training.reward_model import Conversation, RewardModel
 
 MAX_QUEUED_TOKENS = 10_000_000
 
-AGGREGATES = {"last": lambda steps: steps[-1], "min": min, "mean": statistics.fmean}
+AGGREGATES = {"last": lambda steps: steps[-1], "min": min, "mean": statistics.fmean, "none": lambda steps: 0.0}
 
 
 class RewardModelRunner:

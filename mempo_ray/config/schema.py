@@ -310,8 +310,8 @@ class RewardModel(Section):
     """'auto' = the folder's own template; or a path of a jinja file."""
     process: bool = False
     """Score the end of each turn (a process reward model); the score is then `aggregate` of those."""
-    aggregate: Literal["last", "min", "mean"] = "last"
-    """How the scores of the turns become one."""
+    aggregate: Literal["last", "min", "mean", "none"] = "last"
+    """How the scores of the turns become one; none = the score is 0, and only the turns have one (docs/rewards.md)."""
     squash: bool = True
     """Put a head of one logit through a sigmoid, so that scores lie in (0, 1)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -328,6 +328,12 @@ class RewardModel(Section):
     """Longest wait of a response for company."""
     timeout_s: Positive = 120
     """Deadline of one score, waiting included."""
+
+    @model_validator(mode="after")
+    def _scores_something(self) -> RewardModel:
+        if self.aggregate == "none" and not self.process:
+            raise ValueError("aggregate=none leaves only the scores of the turns, which process=true gives")
+        return self
 
 
 class Style(Section):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 from transformers import (
     PreTrainedTokenizerFast,
     Qwen2ForSequenceClassification,
@@ -101,6 +102,16 @@ async def test_waiting_requests_share_forwards_and_each_gets_its_own_score(proce
     assert len(score.process_scores) == 2
     assert (await process.score(QUESTION, ("", "x"))).kind == "data"
     await process.close()
+
+
+async def test_without_an_aggregate_only_the_turns_have_a_score(process_model):
+    worker = RewardModelWorker("prm", Section(folder=str(process_model), process=True, aggregate="none"))
+    score = await worker.score(QUESTION, TURNS)
+    assert (score.score, len(score.process_scores)) == (0.0, 2)
+    assert all(step > 0 for step in score.process_scores)
+    await worker.close()
+    with pytest.raises(ValidationError, match="aggregate=none leaves only the scores of the turns"):
+        Section(folder=str(process_model), aggregate="none")
 
 
 async def test_a_forward_that_fails_leaves_only_its_own_micro_batch_without_scores(bradley_terry, monkeypatch):
