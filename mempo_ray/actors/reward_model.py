@@ -3,7 +3,7 @@
 consumes   (question, the policy's turns) of one trajectory
 produces   Scored | Unscored; with `process` also a score for each turn
 waits      `reward_model.timeout_s`, of these at most `max_wait_s` for company (batch_queue.py)
-on failure Unscored: timeout, data (too long, or not readable by its template), infrastructure (the model broke)
+on failure Unscored: timeout, data (not readable by its template), infrastructure (the model broke)
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ class RewardModelWorker:
         """Returns once the actor has started."""
 
     async def score(self, question: str, turns: Sequence[str]) -> Score:
-        """The score of one trajectory. `process_scores` (one a turn) where the section says `process`."""
+        """The score of one trajectory. `process_scores` (one a turn) where the section says `process`.
+
+        extra: truncated, its first tokens were too many.
+        """
         settings = self._settings
         try:
             conversation = self._model.encode(question, turns)
@@ -81,7 +84,8 @@ class RewardModelWorker:
             return Unscored(str(error), "timeout")
         except InfrastructureError as error:
             return Unscored(str(error), "infrastructure")
-        return Scored(AGGREGATES[settings.aggregate](steps), process_scores=steps if settings.process else None)
+        extra = {"truncated": conversation.truncated}
+        return Scored(AGGREGATES[settings.aggregate](steps), extra, steps if settings.process else None)
 
     async def take_stats(self) -> dict[str, float]:
         """`BatchQueue.take_stats`."""

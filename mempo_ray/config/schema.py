@@ -321,7 +321,7 @@ class RewardModel(Section):
     threads: Count = 1
     """CPU threads."""
     max_tokens: Count = 8192
-    """Longest input; a longer response has no score (kind data)."""
+    """Longest input; a longer one loses its first tokens, which is reported as <name>/truncated."""
     micro_batch_tokens: Count = 16384
     """Token budget of one micro-batch, padding included."""
     max_wait_s: NonNegative = 0.02

@@ -30,10 +30,19 @@ from mempo_ray.errors import ConfigError, DataError
 
 @dataclass(frozen=True)
 class Conversation:
-    """Token ids of a whole conversation, and the positions whose hidden states the head reads."""
+    """Token ids of a conversation, and the positions whose hidden states the head reads."""
 
     ids: tuple[int, ...]
     ends: tuple[int, ...]
+    truncated: bool = False  # the first tokens are not in it
+
+    def truncate(self, max_tokens: int) -> Conversation:
+        """Its last `max_tokens` tokens. What would be read before them is read where the first that is left ends."""
+        cut = len(self.ids) - max_tokens
+        if cut <= 0:
+            return self
+        first = next((end - cut for end in self.ends if end >= cut), max_tokens - 1)
+        return Conversation(self.ids[cut:], tuple(max(end - cut, first) for end in self.ends), truncated=True)
 
 
 class RewardModel:
@@ -73,8 +82,10 @@ class RewardModel:
     def encode(self, question: str, turns: Sequence[str]) -> Conversation:
         """The question as the user's message, the policy's turns as the assistant's.
 
+        Cut on the left at `max_tokens`: a policy that writes too much is judged by its end, and escapes no judgement.
+
         Raises:
-            DataError: longer than `max_tokens`, the chat template refuses it, or changes a turn.
+            DataError: the chat template refuses it, or changes a turn.
         """
         solution = "\n".join(turns)
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": solution}]
@@ -84,11 +95,8 @@ class RewardModel:
             raise DataError(f"reward_model.chat_template refuses the conversation: {error}") from None
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids = tuple(encoded["input_ids"])
-        if len(ids) > self._settings.max_tokens:
-            raise DataError(f"{len(ids)} tokens, more than reward_model.max_tokens={self._settings.max_tokens}")
-        if not self._settings.process:
-            return Conversation(ids, (len(ids) - 1,))
-        return Conversation(ids, turn_ends(text, turns, encoded["offset_mapping"]))
+        ends = turn_ends(text, turns, encoded["offset_mapping"]) if self._settings.process else (len(ids) - 1,)
+        return Conversation(ids, ends).truncate(self._settings.max_tokens)
 
     @torch.inference_mode()
     def score(self, conversations: Sequence[Conversation]) -> list[tuple[float, ...]]:
@@ -115,20 +123,23 @@ class RewardModel:
 def turn_ends(text: str, turns: Sequence[str], offsets: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     """For each turn the index of the token that holds its last character.
 
+    An empty turn ends where the turn before does: it is judged as what it adds. Before the first turn with a character
+    that is the token in front of that turn; where there is none, the last of all.
+
     Args:
         offsets: range of characters of `text` that each token holds.
 
     Raises:
-        DataError: a turn is not in the text, or has no character.
+        DataError: a turn is not in the text.
 
-    Example: "<u>q<a>one two", turns ["one", "two"], a token a word: the tokens of "one" and "two".
+    Example: "<u>q<a>one two", turns ["one", "", "two"], a token a word: the tokens of "one", "one" and "two".
     """
-    ends, position = [], 0
+    ends, position = [], max(text.rfind("\n".join(turns).strip()), 0)  # not in the question, which may say the same
     for number, turn in enumerate(turns):
-        bare = turn.strip()
-        start = text.find(bare, position)
-        if not bare or start < 0:
-            raise DataError(f"turn {number} is not in the reward model's conversation as the policy wrote it")
-        position = start + len(bare)
-        ends.append(next(i for i, (_, stop) in enumerate(offsets) if stop >= position))
+        if bare := turn.strip():
+            start = text.find(bare, position)
+            if start < 0:
+                raise DataError(f"turn {number} is not in the reward model's conversation as the policy wrote it")
+            position = start + len(bare)
+        ends.append(next((i for i, (_, stop) in enumerate(offsets) if stop >= position), len(offsets) - 1))
     return tuple(ends)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from mempo_ray.actors.reward_model import RewardModelWorker
 from mempo_ray.config.schema import RewardModel as Section
 from mempo_ray.contracts import Scored
 from mempo_ray.errors import ConfigError, DataError
-from mempo_ray.training.reward_model import RewardModel, turn_ends
+from mempo_ray.training.reward_model import Conversation, RewardModel, turn_ends
 from tests.fakes.reward_model import save_model, save_process_model
 
 QUESTION, TURNS = "mentor Boko ?", ("mentor Boko Sari .", "mentor Sari Boko . mentor")
@@ -74,6 +75,28 @@ def test_turn_ends_are_found_in_order_even_where_turns_are_alike():
     assert turn_ends("q one one", ["one", "one"], [(0, 1), (2, 5), (6, 9)]) == (1, 2)
     with pytest.raises(DataError, match="turn 1 is not in"):
         turn_ends("q one", ["one", "two"], [(0, 1), (2, 5)])
+    assert turn_ends("one one", ["one"], [(0, 3), (4, 7)]) == (1,)  # not the question's
+
+
+@pytest.mark.parametrize(
+    ("text", "turns", "ends"),
+    [
+        ("q one\n\ntwo", ["one", "", "two"], (1, 1, 3)),
+        ("q one\n\n", ["one", " ", ""], (1, 1, 1)),
+        ("q \none", ["", "one"], (1, 2)),
+        ("q ", ["", ""], (0, 0)),
+    ],
+)
+def test_an_empty_turn_is_read_where_the_turn_before_ends(text, turns, ends):
+    offsets = [(m.start(), m.end()) for m in re.finditer(r"\w+\s?|\s+", text)]
+    assert turn_ends(text, turns, offsets) == ends
+
+
+def test_what_is_cut_on_the_left_is_read_where_the_first_turn_that_is_left_ends():
+    conversation = Conversation((1, 2, 3, 4, 5, 6), (1, 3, 5))
+    assert conversation.truncate(6) is conversation
+    assert conversation.truncate(4) == Conversation((3, 4, 5, 6), (1, 1, 3), truncated=True)
+    assert Conversation((1, 2, 3, 4), (0, 1)).truncate(2) == Conversation((3, 4), (1, 1), truncated=True)
 
 
 def test_what_is_no_reward_model_is_told_before_anything_is_scored(tmp_path, bradley_terry):
@@ -82,9 +105,15 @@ def test_what_is_no_reward_model_is_told_before_anything_is_scored(tmp_path, bra
     three = save_model(tmp_path / "three", Qwen2ForSequenceClassification, 3)
     with pytest.raises(ConfigError, match="3 labels, which is no reward model"):
         RewardModel.from_folder(Section(folder=str(three)))
-    model = RewardModel.from_folder(Section(folder=str(bradley_terry), max_tokens=5))
-    with pytest.raises(DataError, match=r"more than reward_model\.max_tokens=5"):
-        model.encode(QUESTION, TURNS)
+
+
+async def test_a_policy_cannot_write_itself_out_of_its_score(process_model):
+    worker = RewardModelWorker("prm", Section(folder=str(process_model), process=True, max_tokens=12))
+    long = await worker.score(QUESTION, ("mentor " * 50, "", "Boko Sari"))
+    assert (long.extra, len(long.process_scores)) == ({"truncated": True}, 3)
+    short = await worker.score("x", ("", "x"))
+    assert (short.extra, len(short.process_scores)) == ({"truncated": False}, 2)
+    await worker.close()
 
 
 async def test_waiting_requests_share_forwards_and_each_gets_its_own_score(process_model, bradley_terry):
@@ -100,7 +129,6 @@ async def test_waiting_requests_share_forwards_and_each_gets_its_own_score(proce
     score = await process.score(QUESTION, TURNS)
     assert score.score == min(score.process_scores)
     assert len(score.process_scores) == 2
-    assert (await process.score(QUESTION, ("", "x"))).kind == "data"
     await process.close()
 
 
