@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import sys
 import tempfile
@@ -170,8 +171,11 @@ def steady_rate(readings: list[tuple[float, list[float], float]]) -> float:
 
 def cpu_seconds() -> float:
     """Of this process and all that it started, while they live."""
-    ours = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    return sum(sum(process.cpu_times()[:2]) for process in ours)
+    total = 0.0
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since it was listed
+            total += sum(process.cpu_times()[:2])
+    return total
 
 
 def say(text: str) -> None:

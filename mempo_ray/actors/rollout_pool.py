@@ -259,7 +259,7 @@ class RayRollouts:
     async def _watch(self, member: Member) -> None:
         with contextlib.suppress(RayError):  # the death that this call waits for
             await member.handle.watch.remote()
-        if member.state == "draining":
+        if member.state == "draining" or self._members.get(member.name) is not member:  # it leaves, or has left
             return
         async with self.turns.held_by("engines"):
             await self._restart(member)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import ray
 
+from benchmarks import elastic
 from mempo_ray.actors.calls import answer
 from mempo_ray.actors.cluster import draining_nodes
 from mempo_ray.actors.rollout import RolloutActor
@@ -87,6 +88,14 @@ async def test_a_folder_that_is_gone_is_the_engine_s_failure_and_not_the_run_s(p
 async def test_on_the_folder_s_own_node_and_for_a_uri_nothing_is_carried(published):
     for manifest, where in ((published, published.node), (replace(published, uri="s3://b/7"), "another node")):
         assert await Snapshots(DEADLINE_S).within_reach(manifest, None, where) == manifest
+
+
+async def test_the_benchmark_counts_every_turn_once_and_fills_its_slots(tmp_path):
+    run = await elastic.measure(replicas=2, groups=2, turns=3, workers=2, logs=str(tmp_path))
+    assert run.turns == 2 * elastic.GROUP_SIZE * 3
+    assert 0 < run.slots_busy_share <= 1
+    assert run.imbalance >= 1
+    assert 0 <= run.affinity_hit_rate <= 1
 
 
 def test_a_node_that_ray_drains_is_known(node):

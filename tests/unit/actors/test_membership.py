@@ -230,6 +230,10 @@ async def test_an_engine_that_leaves_is_announced_away_first_then_drained_then_c
     assert is_dead(first.handle)
     assert [status.name for status in pool.rollouts.engines()] == ["rollout-1"]
     assert pool.rollouts.counters.engines_left == 1
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert [status.name for status in pool.rollouts.engines()] == ["rollout-1"]
+    assert pool.rollouts.counters.engine_restarts == 0  # its end is no death
 
 
 async def test_an_elastic_pool_goes_on_without_an_engine_that_does_not_start():
