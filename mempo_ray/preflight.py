@@ -324,6 +324,12 @@ def _tasks(config: Config, which: str) -> list[Task]:
         raise DataError(f"data.{which}: {error}") from None
     if any(has_programs(source, config.reward) for source in {task.data_source for task in tasks}):
         check_sandbox(config)
+        reward = config.reward
+        if reward.code_s >= reward.timeout_s:
+            raise ConfigError(
+                f"reward.code_s: all tests of a program may take {reward.code_s:g} s, but the call that runs them ends "
+                f"after reward.timeout_s={reward.timeout_s:g} s, without a score. Set code_s lower, or timeout_s higher."
+            )
     return tasks
 
 

@@ -198,6 +198,15 @@ def test_rows_of_programs_need_a_sandbox_too(monkeypatch, tmp_path):
         preflight(config)
 
 
+def test_all_tests_of_a_program_must_fit_into_a_call_of_its_scorer(tmp_path):
+    tests = json.dumps({"inputs": ["1"], "outputs": ["1"]})
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"question": "Echo.", "golden_answers": tests, "data_source": "taco"}) + "\n")
+    late = {"code_s": 30, "timeout_s": 30, "sandbox": {"allow_weak": True}}
+    with pytest.raises(ConfigError, match=r"reward\.code_s: .* 30 s, .* reward\.timeout_s=30 s"):
+        preflight(run(data={"train": str(rows), "eval": str(rows)}, reward=late))
+
+
 def test_a_tool_reward_needs_a_tool():
     with pytest.raises(ConfigError, match=r"tool_weights: no tool 'serach' in this run; it has search"):
         check_names(run(reward={"tool_weights": {"serach": 0.1}}))
