@@ -179,6 +179,13 @@ def check_tools(config: Config) -> None:
     tools = Toolbox(config.agent, Services(_no_search, code_service(config.reward.sandbox)))
     if "python" in tools.names:
         check_sandbox(config)
+        timeout_s, run_s = tools.timeout_s("python"), config.reward.sandbox.run_s
+        if timeout_s <= run_s:
+            raise ConfigError(
+                f"agent.limits.search_s: a call of the python tool ends after {timeout_s:g} s, and its program may run "
+                f"for reward.sandbox.run_s={run_s:g} s: an endless one would look like a broken sandbox. Set run_s "
+                "lower, or search_s (in agent.tools_file: the tool's timeout_s) higher."
+            )
     if config.cold_start is not None and config.agent.tool_parser != "tags":
         raise ConfigError(
             f"agent.tool_parser: the cold start teaches calls as tags, not as {config.agent.tool_parser!r}; "
@@ -328,7 +335,7 @@ def _tasks(config: Config, which: str) -> list[Task]:
         if reward.code_s >= reward.timeout_s:
             raise ConfigError(
                 f"reward.code_s: all tests of a program may take {reward.code_s:g} s, but the call that runs them ends "
-                f"after reward.timeout_s={reward.timeout_s:g} s, without a score. Set code_s lower, or timeout_s higher."
+                f"after reward.timeout_s={reward.timeout_s:g} s, without a score. Set code_s lower or timeout_s higher."
             )
     return tasks
 

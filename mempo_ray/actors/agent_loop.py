@@ -262,7 +262,7 @@ class AgentLoopWorker:
         self._model_dir = model_dir
         self._engines = EnginePool(most_in_flight=(1 + QUEUE_SHARE) * rollout.max_num_seqs / agent.workers)
         self._search = SearchClient(retrieval, agent.limits.search_s, record)
-        self._tools = Toolbox(agent, Services(self._search, code_service(sandbox)))
+        self._tools = Toolbox(agent, Services(self._search, code_service(sandbox), sandbox.concurrency))
         self._renderer = self._new_renderer()
         self._free = asyncio.Semaphore(agent.episodes_per_worker)
         self._num_running = 0

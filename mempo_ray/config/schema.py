@@ -252,7 +252,7 @@ class Sandbox(Section):
     processes: Count = 32
     """Processes and threads of one run."""
     concurrency: Count = 2
-    """Runs at once, per worker."""
+    """Runs at once, per worker. A call of the `python` tool that waits for its run uses only its episode's time."""
     url: str = ""
     """Address of a service in Sandbox-Fusion's form ('http://…/run_code'); '' = run on the worker's own machine."""
     retries: Annotated[int, Field(ge=0)] = 2

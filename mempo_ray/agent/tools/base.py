@@ -23,6 +23,8 @@ class Services:
 
     search: Search
     run_code: RunCode | None = None
+    runs_at_once: int | None = None
+    """Programs that the sandbox runs at once; None: any number."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class BaseTool:
     parameters: Mapping[str, Any]
     is_idempotent: bool = True
     """False: a call that failed is not made again, since it may have had its effect."""
+    calls_at_once: int | None = None
+    """Of one worker; None: any number. A call that waits for its turn uses its episode's time, not its own."""
 
     def __init__(self, services: Services, top_k: int, config: Mapping[str, Any]) -> None:
         """`top_k`: `agent.top_k`. `config`: the tool's own keys of `agent.tools_file`."""

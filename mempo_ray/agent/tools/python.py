@@ -24,6 +24,7 @@ class PythonTool(BaseTool):
         if services.run_code is None:
             raise ConfigError("agent.tools: 'python' has no sandbox here; see reward.sandbox")
         self._run_code = services.run_code
+        self.calls_at_once = services.runs_at_once
 
     async def execute(self, instance: Any, arguments: Mapping[str, Any]) -> ToolResult:
         return ToolResult.of_text(await self._run_code(arguments["code"]))

@@ -57,6 +57,7 @@ class _Held:
     tool: BaseTool
     timeout_s: float
     retries: int
+    places: asyncio.Semaphore | None  # None: calls do not wait for each other
 
 
 class Toolbox:
@@ -119,6 +120,10 @@ class Toolbox:
         """Of all tools; those of MCP servers are known once it is open."""
         return tuple(self._held)
 
+    def timeout_s(self, name: str) -> float:
+        """Seconds that one call of this tool may take."""
+        return self._held[name].timeout_s
+
     @property
     def has_servers(self) -> bool:
         return bool(self._waiting or self._servers)
@@ -156,7 +161,12 @@ class Toolbox:
                 "agent.tools_file"
             )
         retries = limits.search_retries if entry.retries is None else entry.retries
-        self._held[tool.name] = _Held(tool, entry.timeout_s or limits.search_s, retries if tool.is_idempotent else 0)
+        self._held[tool.name] = _Held(
+            tool,
+            entry.timeout_s or limits.search_s,
+            retries if tool.is_idempotent else 0,
+            None if tool.calls_at_once is None else asyncio.Semaphore(tool.calls_at_once),
+        )
 
 
 def _class_of(entry: ToolEntry) -> type[BaseTool]:
@@ -215,24 +225,41 @@ class ToolSession:
         for attempt in range(held.retries + 1):
             if attempt:
                 await self._sleep(min(wait_s(attempt, draw), max(deadline - self._clock(), 0)))
-            remaining_s = deadline - self._clock()
-            if remaining_s <= 0:
-                raise DeadlineExceeded(f"{call}: the episode's time is up; last failure: {failure}")
-            try:
-                async with asyncio.timeout(min(held.timeout_s, remaining_s)):
-                    if call.name not in self._instances:
-                        self._instances[call.name] = await held.tool.create(self._request)
-                    return await held.tool.execute(self._instances[call.name], call.arguments)
-            except InfrastructureError as error:
-                failure = error
-            except TimeoutError:
-                failure = DeadlineExceeded(f"no answer within {min(held.timeout_s, remaining_s):g} s")
-            except MempoError:  # a configuration that no other call would find right
-                raise
-            except Exception as error:  # noqa: BLE001 - a tool may be a user's: it fails its episode, not the run
-                failure = ToolFailed(f"{type(error).__name__}: {error}")
+            async with self._place(held, call, deadline):
+                remaining_s = deadline - self._clock()
+                if remaining_s <= 0:
+                    raise DeadlineExceeded(f"{call}: the episode's time is up; last failure: {failure}")
+                try:
+                    async with asyncio.timeout(min(held.timeout_s, remaining_s)):
+                        if call.name not in self._instances:
+                            self._instances[call.name] = await held.tool.create(self._request)
+                        return await held.tool.execute(self._instances[call.name], call.arguments)
+                except InfrastructureError as error:
+                    failure = error
+                except TimeoutError:
+                    failure = DeadlineExceeded(f"no answer within {min(held.timeout_s, remaining_s):g} s")
+                except MempoError:  # a configuration that no other call would find right
+                    raise
+                except Exception as error:  # noqa: BLE001 - a tool may be a user's: it fails its episode, not the run
+                    failure = ToolFailed(f"{type(error).__name__}: {error}")
             self._failures[call.name] += 1
         raise ToolFailed(f"{call} failed {held.retries + 1} times: {failure}")
+
+    @asynccontextmanager
+    async def _place(self, held: _Held, call: ToolCall, deadline: float) -> AsyncGenerator[None, None]:
+        """One of the tool's calls at once. Raises DeadlineExceeded: none came free in the episode's time."""
+        if held.places is None:
+            yield
+            return
+        try:
+            async with asyncio.timeout(max(deadline - self._clock(), 0)):
+                await held.places.acquire()
+        except TimeoutError:
+            raise DeadlineExceeded(f"{call}: the episode's time is up, and other calls of the tool still run") from None
+        try:
+            yield
+        finally:
+            held.places.release()
 
     async def rewards(self) -> dict[str, float]:
         """What the tools that were called say of the episode, by name.

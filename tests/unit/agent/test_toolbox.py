@@ -46,10 +46,10 @@ def _no_steps():
     CountingTool.steps.clear()
 
 
-def toolbox(search=None, clock=None, tools_file="", tools=("search",), **limits):
+def toolbox(search=None, clock=None, tools_file="", tools=("search",), services=None, **limits):
     clock = clock or Clock()
     agent = Agent(limits=AgentLimits(**limits), top_k=3, tools=tools, tools_file=str(tools_file))
-    return Toolbox(agent, Services(search or FakeSearch()), clock=clock, sleep=clock.sleep)
+    return Toolbox(agent, services or Services(search or FakeSearch()), clock=clock, sleep=clock.sleep)
 
 
 def counting(tmp_path, **config):
@@ -108,6 +108,52 @@ async def test_a_search_that_never_answers_fails_at_its_own_deadline():
     with pytest.raises(ToolFailed, match=r"failed 1 times: no answer within 0\.01 s"):
         await call(box, SEARCH)
     assert box.failures == {"search": 1}
+
+
+class Sandbox:
+    """Each program runs until the test lets it end."""
+
+    def __init__(self):
+        self.running, self.most, self.started, self.ends = 0, 0, asyncio.Queue(), asyncio.Queue()
+
+    async def __call__(self, source):
+        self.running += 1
+        self.most = max(self.most, self.running)
+        self.started.put_nowait(source)
+        await self.ends.get()
+        self.running -= 1
+        return "[timeout]"
+
+
+PYTHON = ToolCall("python", {"code": "while True: pass"})
+
+
+async def test_programs_that_wait_for_the_sandbox_are_not_late(monkeypatch):
+    loop, later = asyncio.get_running_loop(), 0.0
+    real = loop.time
+    monkeypatch.setattr(loop, "time", lambda: real() + later)
+    sandbox = Sandbox()
+    box = toolbox(tools=("python",), services=Services(FakeSearch(), sandbox, 2), search_s=100, search_retries=0)
+    calls = [asyncio.create_task(call(box, PYTHON, deadline=1000)) for _ in range(6)]
+    for _ in range(3):
+        for _ in range(2):
+            await sandbox.started.get()
+        later += 60  # each runs for 60 s, the last two wait for 120 s
+        for _ in range(2):
+            sandbox.ends.put_nowait("end")
+    assert [text(result) for result in await asyncio.gather(*calls)] == ["[timeout]"] * 6
+    assert (sandbox.most, box.failures) == (2, {})
+
+
+async def test_a_program_waits_for_the_sandbox_no_longer_than_its_episode_lasts():
+    sandbox = Sandbox()
+    box = toolbox(tools=("python",), services=Services(FakeSearch(), sandbox, 1))
+    first = asyncio.create_task(call(box, PYTHON))
+    await sandbox.started.get()
+    with pytest.raises(DeadlineExceeded, match="other calls of the tool still run"):
+        await call(box, PYTHON, deadline=0.01)
+    sandbox.ends.put_nowait("end")
+    assert text(await first) == "[timeout]"
 
 
 async def test_a_mistake_in_the_arguments_is_told_to_the_policy_and_reaches_no_tool():

@@ -188,6 +188,13 @@ def test_a_python_tool_on_a_machine_without_a_sandbox_is_refused_and_an_allowed_
     check_names(run())
 
 
+def test_a_call_of_the_python_tool_outlasts_its_program():
+    reward = {"sandbox": {"allow_weak": True, "run_s": 30}}
+    with pytest.raises(ConfigError, match=r"agent\.limits\.search_s: .* 30 s, .* reward\.sandbox\.run_s=30 s"):
+        check_names(run(agent={"tools": ["python"]}, reward=reward))
+    check_names(run(agent={"tools": ["python"], "limits": {"search_s": 60}}, reward=reward))
+
+
 def test_rows_of_programs_need_a_sandbox_too(monkeypatch, tmp_path):
     monkeypatch.setattr(local, "detect_level", lambda: WEAK)
     tests = json.dumps({"inputs": ["1"], "outputs": ["1"]})
