@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from rich.console import Console
 
 from mempo_ray import preflight
-from mempo_ray.actors.reward import RewardManagerWorker, longest_call_s
+from mempo_ray.actors.reward import RewardManagerWorker, longest_call_s, scored_at_once
 from mempo_ray.agent.group import siblings
 from mempo_ray.agent.protocol import extract_answer, format_report, parse_turn
 from mempo_ray.config.schema import Config
@@ -50,9 +50,12 @@ async def check_given(config: Config, file: Path, limit: int) -> RewardReport:
     worker = RewardManagerWorker(config.reward, config.plugins)
     display = make_display(0, Console(stderr=True))
     display.stage("scoring", len(responses))
+    sources = {response.data_source for response in responses}
+    places = asyncio.Semaphore(min((scored_at_once(config.reward, source) for source in sources), default=1))
 
     async def one(response: Response) -> Checked:
-        checked = await _timed(config, response, lambda: worker.judge(response))
+        async with places:  # a latency is of the scoring, not of waiting for it
+            checked = await _timed(config, response, lambda: worker.judge(response))
         display.advance()
         return checked
 

@@ -37,6 +37,20 @@ def scores_batches(settings: Reward) -> bool:
     return hasattr(MANAGERS.get(settings.manager), "score_batch")
 
 
+def batches_in(settings: Reward, place: Place) -> bool:
+    """Whether responses that wait for this place are scored together."""
+    return scores_batches(settings) and place != "sandbox"
+
+
+def calls_in(settings: Reward, place: Place) -> int:
+    """How many calls this place runs at once."""
+    if place == "sandbox":
+        return settings.sandbox.concurrency
+    if place == "thread":
+        return 1 if scores_batches(settings) else NUM_THREADS
+    return settings.processes
+
+
 @dataclass(frozen=True)
 class _Route:
     """An executor and what it calls. `timeout_s`: for calls that it cannot end itself."""
@@ -156,17 +170,15 @@ class ManagerHost:
     def _route(self, place: Place) -> _Route:
         """Made when the first response needs it."""
         if place not in self._routes:
-            at_once = {"thread": NUM_THREADS, "sandbox": self._settings.sandbox.concurrency}.get(place)
-            batches = scores_batches(self._settings) and place != "sandbox"
-            self._routes[place] = self._processes(place) if at_once is None else self._threads(at_once, batches)
+            self._routes[place] = self._threads(place) if place in ("thread", "sandbox") else self._processes(place)
         return self._routes[place]
 
-    def _threads(self, at_once: int, batches: bool) -> _Route:
+    def _threads(self, place: Place) -> _Route:
         manager = load_manager(self._settings)
+        at_once = calls_in(self._settings, place)
         executor = ThreadPoolExecutor(at_once + MAX_STUCK, thread_name_prefix="scorer")
-        score_batch = getattr(manager, "score_batch", None) if batches else None
-        places = asyncio.Semaphore(1 if batches else at_once)
-        return _Route(executor, manager.score, score_batch, places, self._settings.timeout_s)
+        score_batch = getattr(manager, "score_batch", None) if batches_in(self._settings, place) else None
+        return _Route(executor, manager.score, score_batch, asyncio.Semaphore(at_once), self._settings.timeout_s)
 
     def _processes(self, place: Place) -> _Route:
         settings = self._settings

@@ -19,14 +19,15 @@ from ray.actor import ActorHandle
 
 from mempo_ray.actors.calls import CLOSE_S
 from mempo_ray.actors.hybrid_host import HybridHost
-from mempo_ray.actors.manager_host import NUM_THREADS, ManagerHost, scores_batches
+from mempo_ray.actors.manager_host import NUM_THREADS, ManagerHost, batches_in, calls_in, scores_batches
 from mempo_ray.actors.metrics_sink import ActorGauges
 from mempo_ray.actors.names import own_name
 from mempo_ray.config.schema import Reward
 from mempo_ray.contracts import Score, Scored, TrajectoryBatch
 from mempo_ray.rewards.contract import Response, all_to_score, to_score, with_tool_rewards
-from mempo_ray.rewards.hosting import import_plugins
+from mempo_ray.rewards.hosting import import_plugins, place_of
 from mempo_ray.rewards.isolation import START_S
+from mempo_ray.rewards.managers.hybrid import part_settings, parts_for
 from mempo_ray.rewards.registry import MANAGERS
 
 QUEUED_PER_PROCESS = 4  # calls sent ahead, so that no process waits for the driver
@@ -38,6 +39,24 @@ def calls_at_once(settings: Reward) -> int:
     judged = max((style.judge.concurrency for style in settings.styles.values() if style.style == "api"), default=0)
     modelled = max((settings.batch_size for style in settings.styles.values() if style.style == "model"), default=0)
     return max(NUM_THREADS, QUEUED_PER_PROCESS * settings.processes, batched, judged, modelled)
+
+
+def scored_at_once(settings: Reward, data_source: str) -> int:
+    """How many responses of this source one worker scores at once, none waiting for another: as its slowest part."""
+    if not settings.styles:
+        place = place_of(settings, data_source)
+        return calls_in(settings, place) * (settings.batch_size if batches_in(settings, place) else 1)
+    parts = {name: settings.styles[name] for name in parts_for(settings.styles, data_source)}
+    return min(
+        (
+            style.judge.concurrency
+            if style.style == "api"
+            else scored_at_once(part_settings(name, settings), data_source)
+            for name, style in parts.items()
+            if style.style != "model"  # takes any number, and scores them together
+        ),
+        default=NUM_THREADS,
+    )
 
 
 def longest_call_s(settings: Reward) -> float:

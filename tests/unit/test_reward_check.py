@@ -1,5 +1,6 @@
 """`mempo-ray reward-check --responses`: given responses, scored as a run scores them."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -8,9 +9,12 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
+from mempo_ray.actors.manager_host import NUM_THREADS
+from mempo_ray.actors.reward import RewardManagerWorker, scored_at_once
 from mempo_ray.cli import app
 from mempo_ray.config.load import load_config
-from mempo_ray.contracts import TrajectoryBatch
+from mempo_ray.config.schema import Reward, Sandbox, Style
+from mempo_ray.contracts import Scored, TrajectoryBatch
 from mempo_ray.errors import DataError
 from mempo_ray.reward_check import check_given, read_responses
 from tests.fakes.trajectories import trajectory, turn
@@ -48,6 +52,32 @@ async def test_a_logged_trajectory_is_scored_again_whatever_score_stands_beside_
     pq.write_table(table, path)
     report = await check_given(load_config(["reward.scorer=exact_match"]), path, 64)
     assert report.scores.tolist() == [1.0, 0.0]
+
+
+async def test_no_response_waits_for_another_on_its_own_time(tmp_path, monkeypatch):
+    running, most = 0, 0
+
+    async def judge(worker, response):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        running -= 1
+        return Scored(1.0)
+
+    monkeypatch.setattr(RewardManagerWorker, "judge", judge)
+    await check_given(load_config(["reward.scorer=f1"]), rows_file(tmp_path, *["x"] * 30), 30)
+    assert most == scored_at_once(Reward(scorer="f1"), "nq") == NUM_THREADS
+
+
+def test_as_many_are_scored_at_once_as_have_a_place():
+    assert scored_at_once(Reward(processes=3), "aime24") == 3
+    assert scored_at_once(Reward(), "taco") == Sandbox().concurrency
+    assert scored_at_once(Reward(manager="batch", batch_size=5), "nq") == 5
+    styles = {"em": Style(scorer="exact_match"), "math": Style(scorer="math", data_sources=("aime*",))}
+    hybrid = Reward(manager="hybrid", styles=styles, processes=2)
+    assert [scored_at_once(hybrid, source) for source in ("nq", "aime24")] == [NUM_THREADS, 2]
 
 
 def test_a_batch_survives_arrow(tmp_path):
