@@ -262,20 +262,19 @@ class _Judge:
     async def __call__(self, finished: Finished, questions: _Questions) -> Sample:
         if finished.payload is None or exclusion_reason(finished.summary, Scored(0.0)) is not None:
             return Sample(finished)
-        lost = None
+        sample = Sample(finished)
         try:
             async with asyncio.TaskGroup() as group:
                 score = group.create_task(self._score(finished.payload))
                 memory = group.create_task(self._memory(questions.memory))
                 kl = group.create_task(self._kl(questions.kl))
+            outcome, num_rescores = score.result()
+            sample = Sample(finished, outcome, memory.result(), kl.result(), num_rescores)
         except* PayloadLost as errors:  # with its node: this trajectory is gone, the others are not
-            lost = errors.exceptions[0]
+            sample = Sample(finished, Unscored(str(errors.exceptions[0]), kind="infrastructure"))
         except* MempoError as errors:
             raise errors.exceptions[0] from None
-        if lost is not None:
-            return Sample(finished, Unscored(str(lost), kind="infrastructure"))
-        outcome, num_rescores = score.result()
-        return Sample(finished, outcome, memory.result(), kl.result(), num_rescores)
+        return sample
 
     async def _score(self, payload: PayloadRef) -> tuple[Score, int]:
         """The outcome, and how often it was asked for again: only where nobody has judged the trajectory yet."""

@@ -134,7 +134,7 @@ class Scaling(Section):
     cooldown_s: NonNegative = 30
     """Rest after a change."""
     min_waiting_share: Share = 0.2
-    """Where the run waited for the pool in less of a step than this share, the pool is not what limits it: no growth."""
+    """Where the run waited for the pool in less of a step than this share, the pool does not limit it: no growth."""
 
 
 class Rollout(Section):

@@ -1,8 +1,8 @@
 """A Ray cluster that grows and shrinks on one machine: real GCS, raylets and autoscaler (v1), nodes as processes.
 
 `ray.cluster_utils.AutoscalingCluster` would do, but its example file is not in the wheel, and its `start` and
-`shutdown` run `ray stop --force`, which ends every Ray on the machine. This one has its own port and folder and ends only
-what it started.
+`shutdown` run `ray stop --force`, which ends every Ray on the machine. This one has its own port and folder and ends
+only what it started.
 """
 
 from __future__ import annotations

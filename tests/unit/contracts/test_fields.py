@@ -35,7 +35,9 @@ FIELDS = {
     "TrainCommand": "step items mini_batch num_mini_batches num_trajectories",
     "TrainItem": "payload summary outcome_advantage_S memory_advantage_S",
     "TrainPlan": "step policy_version items mini_batches",
-    "Trajectory": ("task sibling attempt turns end_reason format_report probes answer detail num_reencoded tool_rewards"),
+    "Trajectory": (
+        "task sibling attempt turns end_reason format_report probes answer detail num_reencoded tool_rewards"
+    ),
     "TrajectorySummary": (
         "task_id sibling attempt end_reason detail format_valid prompt_tokens_S output_tokens_S "
         "tool_tokens_S memory_tokens_S weight_versions_S probes num_reencoded num_bytes"
