@@ -9,12 +9,14 @@ Only `actors/` holds handles and awaits Ray's references; the driver's loop sees
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import functools
 import math
 import shutil
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,8 @@ from mempo_ray.placement.reserve import Reservation, reserve
 from mempo_ray.training.settings import RankSettings
 
 MEMORY = Path("/dev/shm")
+SNAPSHOTS = "mempo-"
+"""How folders of published weights in MEMORY begin."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +135,7 @@ async def open_fleet(
         policy = None
         if with_policy:
             one_node = sum(node["Alive"] for node in ray.nodes()) == 1
-            snapshots = weights_dir(config, folder, one_node)
-            stack.callback(shutil.rmtree, snapshots, ignore_errors=True)
+            snapshots = stack.enter_context(kept_while_alive(weights_dir(config, folder, one_node)))
             gang = GangHost(actors, startup_s)
             stack.push_async_callback(gang.close)
             policy = RayPolicy(gang, await gang.start(), config, snapshots, rollouts.turns)
@@ -187,9 +190,31 @@ def weights_dir(config: Config, folder: RunFolder, one_node: bool, memory: Path 
     num_bytes = shape.num_params * (4 if config.policy.dtype == "float32" else 2) if shape is not None else math.inf
     most = (KEPT_SNAPSHOTS + 1) * num_bytes  # the oldest goes when the next one is complete
     fits = one_node and memory.is_dir() and shutil.disk_usage(memory).free >= most
-    root = memory / f"mempo-{folder.root.name}" if fits else folder.root / "weights"
+    root = memory / f"{SNAPSHOTS}{folder.root.name}" if fits else folder.root / "weights"
     root.mkdir(parents=True, exist_ok=True)
     return root
+
+
+@contextmanager
+def kept_while_alive(root: Path) -> Generator[Path]:
+    """A folder that is removed at the end of the block, or, where this process is killed, by the next run beside it.
+
+    Whose process lives is told by the lock that it holds on `<root>.lock`; so a killed run leaves no memory in use.
+    """
+    for left in root.parent.glob(f"{SNAPSHOTS}*.lock"):
+        with contextlib.suppress(OSError), left.open("a") as lock:  # held by its run, or another user's
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left.with_name(left.name.removesuffix(".lock")), ignore_errors=True)
+            left.unlink()
+    own = root.with_name(f"{root.name}.lock")
+    with own.open("a") as lock:
+        with contextlib.suppress(OSError):  # a network's file system may have no locks, and then nobody takes it away
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield root
+        finally:
+            shutil.rmtree(root, ignore_errors=True)
+            own.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
