@@ -8,7 +8,7 @@ from __future__ import annotations
 import types
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -79,6 +79,8 @@ def expected(key: str) -> str:
 
 def _type_words(annotation: Any) -> str:
     origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type_words(args[0])
     if origin is Literal:
         return "one of: " + ", ".join(str(a) for a in args)
     if origin is dict:

@@ -30,6 +30,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
@@ -301,10 +302,20 @@ class LocalProcess:
             raise ProcessEnded(self._how_it_ended(error)) from None
         raise no_answer(timeout_s)
 
+    def _exit_code(self, patience_s: float = 1.0) -> int | None:
+        """-n: ended by signal n. It is not reaped: until `kill` its number must stay its own, and its group's."""
+        deadline_s = time.monotonic() + patience_s
+        while True:
+            found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if found is not None:
+                return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+            if time.monotonic() > deadline_s:
+                return None
+            time.sleep(0.01)
+
     def _how_it_ended(self, error: Exception) -> str:
-        try:
-            code = self._popen.wait(1.0)
-        except subprocess.TimeoutExpired:
+        code = self._exit_code()
+        if code is None:
             return f"the scorer's process does not answer any more: {type(error).__name__}"
         if code < 0:
             return f"the scorer's process was ended by {signal.Signals(-code).name}"

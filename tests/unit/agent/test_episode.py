@@ -202,12 +202,15 @@ async def test_a_turn_s_deadline_is_never_later_than_the_episode_s(play, rendere
     assert [r.deadline_s for r in generate.requests] == [120, 50]
 
 
-async def test_an_unknown_failure_is_a_bug_and_flies(play):
+async def test_an_unknown_failure_of_a_tool_ends_its_episode_and_says_what_it_was(play):
+    """A tool may be a user's: excluded, counted, bounded by `run.max_excluded_share`; the run goes on."""
+
     async def broken(queries, top_k):
         raise KeyError("bug")
 
-    with pytest.raises(KeyError):
-        await play([SEARCH], search=broken)
+    trajectory = await play([SEARCH], search=broken)
+    assert trajectory.end_reason == EndReason.TOOL_FAILED
+    assert "KeyError: 'bug'" in trajectory.detail
 
 
 async def test_stop_at_tags_cuts_after_the_action_and_adds_the_end_token_with_mask_0(play, renderer):
