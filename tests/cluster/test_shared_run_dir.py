@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,10 +21,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from mempo_ray.actors.shared_folder import check_shared
 from mempo_ray.config.load import build
 from mempo_ray.errors import ConfigError
-from tests.fakes.ray_head import free_ports
+from tests.fakes.ray_head import POLL_S, free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
+JOIN_S = 60.0
 NOT_SHARED = "mount -t tmpfs none {folder} && "
 MAY_MOUNT = shutil.which("unshare") and not subprocess.call(["unshare", "-m", "true"], stderr=subprocess.DEVNULL)
 
@@ -51,8 +52,7 @@ def second_node(address: str, before: str) -> Iterator[None]:
         f"--dashboard-agent-listen-port={ports[0]} --dashboard-agent-grpc-port={ports[1]} "
         f"--runtime-env-agent-port={ports[2]}"
     )
-    environment = os.environ | {"RAY_AUTH_MODE": "disabled"}
-    node = subprocess.Popen(["unshare", "-m", "sh", "-c", before + start], env=environment, stdout=subprocess.DEVNULL)
+    node = subprocess.Popen(["unshare", "-m", "sh", "-c", before + start], stdout=subprocess.DEVNULL)
     try:
         yield
     finally:
@@ -63,7 +63,8 @@ def second_node(address: str, before: str) -> Iterator[None]:
 
 
 @pytest.fixture
-def two_nodes() -> Iterator[Callable[[str], OnTwoNodes]]:
+def two_nodes(monkeypatch) -> Iterator[Callable[[str], OnTwoNodes]]:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # of both nodes; a test before may have left another in the process
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     with ExitStack() as stack:
         stack.callback(cluster.shutdown)
@@ -72,8 +73,10 @@ def two_nodes() -> Iterator[Callable[[str], OnTwoNodes]]:
             stack.enter_context(second_node(cluster.address, before))
             stack.callback(ray.shutdown)
             ray.init(address=cluster.address, log_to_driver=False)
+            deadline_s = time.monotonic() + JOIN_S
             while len(alive := [node["NodeID"] for node in ray.nodes() if node["Alive"]]) < 2:
-                os.sched_yield()
+                assert time.monotonic() < deadline_s, "the second node has not joined"
+                time.sleep(POLL_S)
             head = ray.get_runtime_context().get_node_id()
             return OnTwoNodes((head, next(node for node in alive if node != head)))
 
