@@ -57,19 +57,11 @@ Estimator = Callable[[Groups, Algorithm], Advantages]
 
 
 def per_group(estimate: Callable[[np.ndarray, Algorithm], np.ndarray]) -> Estimator:
-    """An estimator from a function of one group's scores, float64 [G ≥ 2], not all equal → [G].
-
-    What no function may get wrong by rounding is settled here: all equal → exactly 0; a group of one → 0, or the score
-    itself under `singleton: raw`.
-    """
+    """An estimator from a function of one group's scores, float64 [G ≥ 2], not all equal → [G]."""
 
     def of_group(group: Sequence[ScoredTrajectory], settings: Algorithm) -> np.ndarray:
-        scores_G = np.array([trajectory.score for trajectory in group], np.float64)
-        if len(group) == 1 and settings.singleton == "raw":
-            return scores_G
-        if len(group) < 2 or np.ptp(scores_G) == 0:
-            return np.zeros_like(scores_G)
-        return estimate(scores_G, settings)
+        scores_G, settled_G = _scores(group, settings)
+        return estimate(scores_G, settings) if settled_G is None else settled_G
 
     @functools.wraps(estimate)
     def estimator(groups: Groups, settings: Algorithm) -> Advantages:
@@ -106,11 +98,9 @@ def opo(groups: Groups, settings: Algorithm) -> Advantages:
     (Hao et al. 2025, eq. 9)."""
 
     def of_group(group: Sequence[ScoredTrajectory]) -> np.ndarray:
-        scores_G = np.array([trajectory.score for trajectory in group], np.float64)
-        if len(group) == 1 and settings.singleton == "raw":
-            return scores_G
-        if np.ptp(scores_G) == 0:
-            return np.zeros_like(scores_G)
+        scores_G, settled_G = _scores(group, settings)
+        if settled_G is not None:
+            return settled_G
         return scores_G - np.average(scores_G, weights=[trajectory.num_tokens for trajectory in group])
 
     return [_by_turn(group, of_group(group)) for group in groups]
@@ -203,6 +193,15 @@ def _whitened_returns(groups: Groups, *, gamma: float, lam: float) -> Advantages
     advantages_NS, _ = gae(rewards_NS, np.zeros(shape), mask_NS, gamma=gamma, lam=lam)
     rows = iter(advantages_NS)
     return [[next(rows)[: trajectory.num_turns] for trajectory in group] for group in groups]
+
+
+def _scores(group: Sequence[ScoredTrajectory], settings: Algorithm) -> tuple[np.ndarray, np.ndarray | None]:
+    """Scores of a group, float64 [G], and its advantages where no estimator may get them wrong by rounding: all equal →
+    exactly 0; a group of one → 0, or the score itself under `singleton: raw`. None: the estimator decides."""
+    scores_G = np.array([trajectory.score for trajectory in group], np.float64)
+    if len(group) == 1 and settings.singleton == "raw":
+        return scores_G, scores_G
+    return scores_G, np.zeros_like(scores_G) if len(group) < 2 or np.ptp(scores_G) == 0 else None
 
 
 def _by_turn(group: Sequence[ScoredTrajectory], advantages_G: np.ndarray) -> list[np.ndarray]:
