@@ -3,6 +3,7 @@
     RetrievalIndexError
     ├── CorpusError          a corpus or question file: missing, or a bad line (its number is in the message)
     ├── EncoderError         an encoder that cannot be found or loaded
+    │   └── EncoderDown      its process died or hung
     ├── BuildError           a build that cannot start: target exists, too few passages, wrong embeddings
     │   └── BuildRunning     another process builds the same folder
     ├── EmbeddingFailed      workers of an encoder pass failed; the next run goes on from there
@@ -46,6 +47,10 @@ class CorpusError(RetrievalIndexError):
 
 class EncoderError(RetrievalIndexError):
     """The encoder cannot be found or loaded."""
+
+
+class EncoderDown(EncoderError):
+    """The encoder's process died, hung, or has done so too often to be tried now. Nothing is known of the texts."""
 
 
 class BuildError(RetrievalIndexError):
