@@ -323,7 +323,7 @@ class RetrievalService:
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            batch = await self._next_batch()
+            batch = await self._next_batch(free_s=time.monotonic())
             now_s = time.monotonic()
             self._count(
                 batches=1, batched_queries=len(batch), queue_wait_s=sum(now_s - request.since_s for request in batch)
@@ -332,10 +332,14 @@ class RetrievalService:
             for request, outcome in zip(batch, outcomes, strict=True):
                 self._settle(request.key, outcome)
 
-    async def _next_batch(self) -> list[_Request]:
-        """The first request and whoever joins it before the batch is full or the longest wait is over."""
+    async def _next_batch(self, free_s: float) -> list[_Request]:
+        """The first request and whoever joins it before the batch is full or the longest wait is over.
+
+        The wait counts from `free_s`, when the executor got free: those who got the last batch's answers come back now,
+        and two half batches in turns would take longer than a whole one.
+        """
         batch = [await self._queue.get()]
-        ends_s = batch[0].since_s + self._limits.max_wait_s
+        ends_s = max(batch[0].since_s, free_s) + self._limits.max_wait_s
         while len(batch) < self._limits.max_batch:
             if not self._queue.empty():
                 batch.append(self._queue.get_nowait())

@@ -9,6 +9,7 @@ on failure ToolFailed, Overloaded or DeadlineExceeded to the callers concerned; 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,10 +18,12 @@ import ray
 
 from mempo_ray.actors.metrics_sink import ActorGauges
 from mempo_ray.actors.names import own_name
+from mempo_ray.actors.outbox import Asked, Outcome
 from mempo_ray.actors.retrieval_errors import typed_errors
 from mempo_ray.config.schema import Retrieval
 from mempo_ray.contracts import Passage
 from mempo_ray.data.world import is_synthetic
+from mempo_ray.errors import MempoError
 from retrieval_index import manifest
 from retrieval_index.build import build_index, stamp_sources
 from retrieval_index.encoder import Encoder, make_encoder
@@ -128,6 +131,16 @@ class RetrievalActor:
             [] if isinstance(result, RejectedQuery) else [Passage(p.id, p.title, p.text, p.score) for p in result]
             for result in results
         ]
+
+    async def search_each(self, searches: Sequence[Asked]) -> list[Outcome]:
+        """`search` of several callers: what each one found, or the failure that `search` raised for it."""
+        return await asyncio.gather(*(self._outcome(queries, top_k) for queries, top_k in searches))
+
+    async def _outcome(self, queries: Sequence[str], top_k: int) -> Outcome:
+        try:
+            return await self.search(queries, top_k)
+        except MempoError as error:
+            return error
 
     async def stats(self) -> dict[str, float]:
         """Counters since the start, as in `retrieval_index.service.ServiceStats`."""

@@ -1,6 +1,6 @@
 """`ports.Search` over the RetrievalActors of a run, and what they did in a step as metrics.
 
-queries ──Router──▶ the query's home, or a less busy replica ──▶ passages
+queries ──Router──▶ the query's home, or a less busy replica ──Outbox──▶ passages
 on failure          died, failed or full: asked at another replica, each once; then ToolFailed | Overloaded
                     silent: DeadlineExceeded; the next try, which is the tool's, meets another replica
 """
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from ray.actor import ActorHandle
 
 from mempo_ray.actors.calls import answer
+from mempo_ray.actors.outbox import Asked, Outbox, Outcome
 from mempo_ray.contracts import Passage
 from mempo_ray.errors import DeadlineExceeded, InfrastructureError, Overloaded, ToolFailed
 from retrieval_index.routing import Router
@@ -29,26 +31,27 @@ class RetrievalPool:
     def __init__(self, deadline_s: float) -> None:
         self._deadline_s = deadline_s
         self._actors: dict[str, ActorHandle] = {}
+        self._outboxes: dict[str, Outbox] = {}
         self._router = Router((ToolFailed, Overloaded), (DeadlineExceeded,))
         self._seen: dict[str, Counters] = {}
 
     def announce(self, actors: Sequence[ActorHandle]) -> None:
         """These replicas serve, and no others."""
         self._actors = {f"retrieval-{i}": actor for i, actor in enumerate(actors)}
+        self._outboxes = {name: Outbox(partial(self._send, name, actor)) for name, actor in self._actors.items()}
         self._router.announce(self._actors)
 
     async def __call__(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
         """Raises ToolFailed, Overloaded or DeadlineExceeded."""
         if not queries:
             return []
-        found = await self._router.ask(queries[0], len(queries), lambda name: self._send(name, queries, top_k))
+        found = await self._router.ask(queries[0], len(queries), lambda name: self._outboxes[name](queries, top_k))
         if found is None:
             raise ToolFailed("no retrieval actor has been announced")
         return found
 
-    async def _send(self, name: str, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
-        call = self._actors[name].search.remote(list(queries), top_k)
-        return await answer(call, f"{name}: search", self._deadline_s, ToolFailed)
+    async def _send(self, name: str, actor: ActorHandle, searches: list[Asked]) -> list[Outcome]:
+        return await answer(actor.search_each.remote(searches), f"{name}: search", self._deadline_s, ToolFailed)
 
     @property
     def num_failures(self) -> int:

@@ -20,9 +20,9 @@ class Full:
 
     num_calls = 0
 
-    async def search(self, queries, top_k):
+    async def search_each(self, searches):
         self.num_calls += 1
-        raise Overloaded("4096 queries wait")
+        return [Overloaded("4096 queries wait") for _ in searches]
 
 
 @pytest.fixture
