@@ -111,6 +111,8 @@ class ServiceStats:
     batches: int = 0
     batched_queries: int = 0
     """Over `batches`: the mean batch size."""
+    batches_failed: int = 0
+    """Of several queries; they were searched again one by one."""
     queue_wait_s: float = 0.0
     """Time in the queue, summed over `batched_queries`."""
     encode_s: float = 0.0
@@ -152,8 +154,8 @@ class RetrievalService:
         self._started_s = time.monotonic()
         self._latencies_s: deque[float] = deque(maxlen=LATENCIES_KEPT)
         self._stats = ServiceStats()  # written by the event loop only
-        self._encode_s = self._search_s = 0.0  # these four by the executor thread only
-        self._disk_hits = self._disk_failures = 0
+        self._encode_s = self._search_s = 0.0  # these five by the executor thread only
+        self._disk_hits = self._disk_failures = self._batches_failed = 0
         limits = self._limits
         self._disk = DiskCache(limits.disk_cache, limits.disk_cache_size) if limits.disk_cache else None
 
@@ -190,6 +192,7 @@ class RetrievalService:
             search_s=self._search_s,
             disk_hits=self._disk_hits,
             disk_failures=self._disk_failures,
+            batches_failed=self._batches_failed,
             latency_p50_s=float(p50_s),
             latency_p99_s=float(p99_s),
         )
@@ -370,6 +373,8 @@ class RetrievalService:
             return list(self._search(keys))
         except Exception as error:  # noqa: BLE001 - becomes the typed outcome of the query, and is counted
             if len(keys) > 1:
+                log.warning("retrieval: %d queries are searched one by one, together they failed: %r", len(keys), error)
+                self._batches_failed += 1
                 return [outcome for key in keys for outcome in self._run([key])]
             failure = SearchFailed(f"the search for {keys[0].query[:80]!r} failed: {error!r}", "retrieval")
             failure.__cause__ = error
