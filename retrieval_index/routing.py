@@ -7,7 +7,6 @@ query ──choose_replica──▶ replica ──send──▶ result
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
 from collections import Counter
@@ -82,7 +81,8 @@ class Router:
         Args:
             query: decides the home of the call (its first query).
             num_queries: what the call adds to the load of its replica.
-            send: asks the replica of that name.
+            send: asks the replica of that name, with a deadline of its own: a caller that is cancelled says nothing about
+                the replica.
 
         Raises:
             What `send` raised last, when every replica has been asked once.
@@ -97,7 +97,7 @@ class Router:
             except self._elsewhere as error:
                 self._suspect(name)
                 failure = error
-            except (*self._suspicious, asyncio.CancelledError):  # cancelled: the caller's own deadline, mostly
+            except self._suspicious:
                 self._suspect(name)
                 raise
             finally:
