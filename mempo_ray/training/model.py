@@ -28,6 +28,9 @@ from mempo_ray.training.attention import TreeAttention
 from mempo_ray.training.sharding import Gang, offloads, shard
 
 ATTENTION = "mempo_forest"
+_WITHOUT_EFFECT = {"dropout", "position_ids", "use_cache", "output_router_logits"}
+"""What models tell their attention and this one need not know: query and key have their positions already."""
+REMEDY = "take a model like Llama or Qwen"
 _ARCHITECTURE_KEYS = (
     "model_type",
     "hidden_size",
@@ -47,14 +50,24 @@ def forest_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    tree: TreeAttention,
+    tree: TreeAttention | None = None,
     scaling: float | None = None,
-    **_: object,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """transformers' form of a `TreeAttention`. query [1, H, T, D]; key, value [1, H_kv, T, D]; result [1, T, H, D].
 
     No dropout, whatever the model's configuration says: the log-probs must be those of the sampler.
+
+    Raises:
+        ConfigError: the model attends in a way that a tree's kernels do not (a window, soft-capped scores, sinks).
     """
+    options["attention_mask"] = attention_mask
+    asked = [name for name, value in options.items() if name not in _WITHOUT_EFFECT and value is not None]
+    if asked or tree is None:
+        raise ConfigError(
+            f"policy.model: {type(module).__name__} attends with {', '.join(asked) or 'no tree'}, which is not served "
+            f"here; {REMEDY}"
+        )
     return tree(query, key, value, scaling).transpose(1, 2).contiguous(), None
 
 
@@ -70,16 +83,17 @@ def load_model(folder: Path, policy: Policy, gang: Gang, *, dtype: torch.dtype, 
     """The sharded model with the folder's weights, stored as `dtype`.
 
     Raises:
-        ConfigError: no such folder, a tensor is missing or has another shape, or the model has sliding-window
-            attention (which a tree's kernels do not do).
+        ConfigError: no such folder, a tensor is missing or has another shape, or a layer's tokens see others than a
+            tree's kernels show them: sliding windows, soft-capped scores, linear attention, ALiBi, …
     """
     if not (folder / "config.json").is_file():
         raise ConfigError(f"policy.model: {folder} has no config.json; name a local Hugging Face folder")
     config = AutoConfig.from_pretrained(folder)
-    layer_types = getattr(config, "layer_types", None)
-    slides = "sliding_attention" in layer_types if layer_types else getattr(config, "sliding_window", None)
-    if slides:
-        raise ConfigError(f"policy.model: {folder} uses sliding-window attention, which is not served here")
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if others:
+        raise ConfigError(
+            f"policy.model: {folder} has layers of {', '.join(sorted(others))}, which are not served here; {REMEDY}"
+        )
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
     model.tie_weights()  # making the parameters empty has parted them
@@ -87,9 +101,32 @@ def load_model(folder: Path, policy: Policy, gang: Gang, *, dtype: torch.dtype, 
     model.train(trainable)
     if trainable and policy.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    shard(model, model.model.layers, policy, gang)
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    if layers is None:
+        raise ConfigError(f"policy.model: {folder} is a {config.model_type}, which is not served here; {REMEDY}")
+    shard(model, layers, policy, gang)
     _assign_weights(model, folder, "cpu" if offloads(policy, gang) else gang.device.type)
+    _check_attention(model, folder, gang.device)
     return model
+
+
+def _check_attention(model: PreTrainedModel, folder: Path, device: torch.device) -> None:
+    """One token through the model: every layer has to ask the tree, with nothing else in mind. Collective."""
+    num_asked = 0
+
+    def count(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        nonlocal num_asked
+        num_asked += 1
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1)  # a token alone sees itself
+
+    token = torch.zeros(1, 1, dtype=torch.long, device=device)
+    with torch.no_grad():
+        model(input_ids=token, position_ids=token, use_cache=False, tree=count)
+    if num_asked != model.config.num_hidden_layers:
+        raise ConfigError(
+            f"policy.model: {folder}: {num_asked} of {model.config.num_hidden_layers} layers of a "
+            f"{model.config.model_type} take their attention from outside; {REMEDY}"
+        )
 
 
 def _assign_weights(model: nn.Module, folder: Path, device: str) -> None:

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from mempo_ray.algo.advantage import step_advantages
 from mempo_ray.algo.estimators import ScoredTrajectory
@@ -22,7 +23,7 @@ from mempo_ray.algo.memory_reward import build_request, memory_rewards
 from mempo_ray.config.schema import Algorithm, MemoryReward
 from mempo_ray.contracts import PayloadRef, Probe, ScoreCommand, TrajectoryBatch
 from mempo_ray.training import forest
-from mempo_ray.training.attention import BlockwiseTree, FlexTree
+from mempo_ray.training.attention import BlockwiseTree, FlexTree, block_mask
 from mempo_ray.training.forest import Pass, plan_forest
 from mempo_ray.training.rank import PolicyRank
 from mempo_ray.training.rows import Row
@@ -106,6 +107,32 @@ def test_each_kernel_is_dense_attention_under_the_rule_forward_and_backward(case
             torch.testing.assert_close(a, b, atol=1e-9, rtol=0)
         flex = FlexTree(one, torch.device("cpu"))(*(tensor.detach() for tensor in inputs), 0.3)  # no backward on CPU
         torch.testing.assert_close(flex, expected.detach(), atol=1e-9, rtol=0)
+
+
+@given(case=random_forest(), size=st.sampled_from([2, 3, 16, 128]))
+def test_the_blocks_from_the_ends_are_those_that_trying_every_pair_finds(case, size) -> None:
+    for one in plan_forest(*case).passes:
+        found = block_mask(one.ends_T, torch.device("cpu"), size)
+        shape = (one.num_tokens, one.num_tokens)
+        tried = create_block_mask(found.mask_mod, None, None, *shape, device="cpu", BLOCK_SIZE=size)
+        assert found.seq_lengths == tried.seq_lengths == shape
+        for kind in ("kv", "full_kv", "q", "full_q"):  # forward and backward
+            assert torch.equal(listed(found, kind), listed(tried, kind))
+
+
+def listed(mask: BlockMask, kind: str) -> Tensor:
+    """bool [blocks, blocks]: those that a kernel is told of."""
+    num, indices = getattr(mask, f"{kind}_num_blocks")[0, 0], getattr(mask, f"{kind}_indices")[0, 0]
+    assert num.dtype == indices.dtype == torch.int32
+    is_listed = torch.arange(indices.shape[1]) < num[:, None]
+    return torch.zeros_like(indices, dtype=torch.bool).scatter(1, indices.long(), is_listed)
+
+
+def test_the_blocks_of_a_long_pass_need_no_square_of_its_tokens() -> None:
+    ends = np.full(200_000, 200_000)  # one trunk: 40 GB of bits, or 2.4 M pairs of blocks
+    mask = block_mask(ends, torch.device("cpu"))
+    assert mask.kv_num_blocks.sum() == 1_563 + 1_562  # the diagonal, and the last row of blocks, which is not whole
+    assert mask.full_kv_num_blocks.sum() == 1_562 * 1_561 // 2
 
 
 # -- the update ---------------------------------------------------------------------------------------------

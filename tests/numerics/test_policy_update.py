@@ -246,17 +246,24 @@ def test_supervised_steps_learn_and_raise_the_version(tiny_model, solo_gang) -> 
 
 
 @pytest.mark.parametrize(
-    ("family", "written"),
-    [("mistral", {}), ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0})],
+    ("family", "written", "reason"),
+    [
+        ("mistral", {}, "MistralAttention attends with sliding_window"),  # a window, no word of layers
+        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layers of sliding_attention"),
+        ("gemma2", {"layer_types": ["full_attention"] * 2}, "Gemma2Attention attends with softcap"),
+        ("stablelm", {}, "StableLmAttention attends with no tree"),  # it keeps the caller's arguments to itself
+        ("doge", {}, "DogeAttention attends with attention_mask"),  # of its own making
+        ("recurrent_gemma", {}, "0 of 2 layers of a recurrent_gemma take their attention from outside"),
+        ("bloom", {}, "is a bloom"),
+    ],
 )
-def test_a_model_whose_attention_slides_is_refused(family, written, solo_gang, tmp_path) -> None:
-    """Two spellings: Mistral names a window and no layers, Qwen2 the layers that have one."""
+def test_a_model_that_attends_as_no_tree_can_is_refused_at_its_loading(
+    family, written, reason, solo_gang, tmp_path
+) -> None:
     folder = write_tiny_model(tmp_path / family, family=family)
     config = folder / "config.json"
-    config.write_text(
-        json.dumps({k: v for k, v in json.loads(config.read_text()).items() if k != "layer_types"} | written)
-    )
-    with pytest.raises(ConfigError, match="sliding-window attention"):
+    config.write_text(json.dumps(json.loads(config.read_text()) | written))
+    with pytest.raises(ConfigError, match=f"policy.model: .*{reason}.*; take a model like Llama or Qwen"):
         PolicyRank(settings(folder), solo_gang)
 
 
