@@ -244,13 +244,12 @@ class PassageStore:
         found = [(self[row], score) for row, score in zip(rows, scores, strict=True) if row >= 0]
         return tuple(Passage(hit.id, hit.title, hit.text, float(score)) for hit, score in found)
 
-    def find(self, identity: str) -> Document | None:
-        """The passage of this id. It reads the column of ids: a second for 20 million."""
-        try:
-            row = pc.index(self._table["id"], identity).as_py()
-        except UnicodeEncodeError:  # half of a surrogate pair, which no id holds
-            return None
-        return None if row < 0 else self[row]
+    def find(self, identities: Sequence[str]) -> list[Document | None]:
+        """The passage of each id. It reads the column of ids, once for all of them: a second for 20 million."""
+        wanted = pa.array([identity.encode(errors="replace") for identity in identities], pa.string())
+        rows = pc.indices_nonzero(pc.is_in(self._table["id"], wanted)).to_pylist()
+        found = {document.id: document for document in map(self.__getitem__, rows)}
+        return [found.get(identity) for identity in identities]
 
     def all_texts(self) -> Iterator[str]:
         """The texts of all rows as an encoder sees them, a batch in memory at a time."""

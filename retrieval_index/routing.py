@@ -81,8 +81,8 @@ class Router:
         Args:
             query: decides the home of the call (its first query).
             num_queries: what the call adds to the load of its replica.
-            send: asks the replica of that name, with a deadline of its own: a caller that is cancelled says nothing about
-                the replica.
+            send: asks the replica of that name, with a deadline of its own: a cancelled caller says nothing about the
+                replica.
 
         Raises:
             What `send` raised last, when every replica has been asked once.

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from retrieval_index import manifest as manifests
 from retrieval_index.corpus import DocumentLike, Passage, PassageStore
@@ -41,7 +41,8 @@ DEFAULT_TOP_K = 3
 MAX_TOP_K = 1_000
 MAX_QUERIES = 4_096
 MAX_BODY_BYTES = 64 * 2**20
-"""Of a request that says its length: `MAX_QUERIES` of the longest that are searched, at four bytes a letter."""
+"""Of a request: `MAX_QUERIES` of the longest that are searched, at four bytes a letter."""
+TOO_LARGE = f"the body has more than {MAX_BODY_BYTES} bytes"
 BACKLOG = 4_096
 URL_PREFIX = "passage:"
 """`url` of a document: this and its id. What `/access` takes."""
@@ -103,7 +104,7 @@ def make_app(searches: Searches, index: str | Path, default_top_k: int = DEFAULT
     @app.post("/access")
     async def access(body: AccessRequest) -> JSONResponse:
         ids = [url.removeprefix(URL_PREFIX) for url in body.urls]
-        found = [await asyncio.to_thread(passages.find, identity) for identity in ids]
+        found = await asyncio.to_thread(passages.find, ids)
         return JSONResponse({"result": [passage and {"contents": _contents(passage)} for passage in found]})
 
     @app.get("/health")
@@ -125,10 +126,20 @@ class _BodyLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         length = dict(scope.get("headers", ())).get(b"content-length", b"")
-        answer: ASGIApp = self._app
         if length.isdigit() and int(length) > MAX_BODY_BYTES:
-            answer = JSONResponse({"detail": f"the body has {int(length)} bytes, at most {MAX_BODY_BYTES}"}, 413)
-        await answer(scope, receive, send)
+            await JSONResponse({"detail": TOO_LARGE}, 413)(scope, receive, send)
+            return
+        num_read = 0
+
+        async def receive_some() -> Message:  # a chunked body does not say its length
+            nonlocal num_read
+            message = await receive()
+            num_read += len(message.get("body", b""))
+            if num_read > MAX_BODY_BYTES:
+                raise HTTPException(413, TOO_LARGE)
+            return message
+
+        await self._app(scope, receive_some, send)
 
 
 def serve(searches: Searches, index: Path, host: str, port: int, default_top_k: int = DEFAULT_TOP_K) -> None:

@@ -121,6 +121,8 @@ def test_the_store_gives_any_row_across_its_batches(tmp_path: Path, monkeypatch:
     assert [store[row] for row in (4, 0, 3)] == [documents[4], documents[0], documents[3]]
     assert store.embedding_texts(1, 4) == ["t1. text 1 ä", "text 2 ä", "t3. text 3 ä"]
     assert list(store.all_texts()) == store.embedding_texts(0, 5)
+    assert store.find(["4", "5", "\ud83d", "0", "4"]) == [documents[4], None, None, documents[0], documents[4]]
+    assert store.find([]) == []
 
 
 def test_a_passage_without_a_title_is_embedded_as_its_text() -> None:

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from retrieval_index.errors import SearchFailed, SearchTimeout, ServeError, ServiceClosed, ServiceOverloaded
-from retrieval_index.server import make_app, serve
+from retrieval_index.server import MAX_BODY_BYTES, TOO_LARGE, make_app, serve
 from retrieval_index.service import Result, RetrievalService, ServiceLimits
 
 from .conftest import facts
@@ -78,8 +78,11 @@ async def test_the_bodies_of_asearcher_s_client(client: Client) -> None:
     (documents,) = reply["result"]
     assert len(documents) == 5
     assert documents[0]["contents"] == contents("mentor-Boko")
-    pages = await client.post("/access", {"urls": [documents[0]["url"], "https://elsewhere.example/page"]})
-    assert pages == {"result": [{"contents": contents("mentor-Boko")}, None]}
+    pages = await client.post(
+        "/access", {"urls": ["passage:boss-Sari", "https://elsewhere.example/page", documents[0]["url"]]}
+    )
+    assert pages == {"result": [{"contents": contents("boss-Sari")}, None, {"contents": contents("mentor-Boko")}]}
+    assert await client.post("/access", {"urls": []}) == {"result": []}
 
 
 @pytest.mark.parametrize("topk", [{}, {"topk": None}, {"topk": 0}], ids=["missing", "null", "zero"])
@@ -139,7 +142,22 @@ async def test_a_body_of_gigabytes_is_not_read(client: Client) -> None:
     headers = {"Content-Type": "application/json", "Content-Length": str(2**32)}
     response = await client._client.post("/retrieve", content=b"{}", headers=headers)
     assert response.status_code == 413
-    assert "at most" in response.json()["detail"]
+    assert response.json() == {"detail": TOO_LARGE}
+
+
+async def test_a_body_that_does_not_say_its_length_is_read_up_to_the_limit(client: Client) -> None:
+    num_sent = 0
+
+    async def chunks() -> AsyncIterator[bytes]:
+        nonlocal num_sent
+        for _ in range(1_000):
+            num_sent += 1
+            yield b" " * 2**20
+
+    headers = {"Content-Type": "application/json"}
+    response = await client._client.post("/retrieve", content=chunks(), headers=headers)
+    assert (response.status_code, response.json()) == (413, {"detail": TOO_LARGE})
+    assert num_sent == MAX_BODY_BYTES / 2**20 + 1
 
 
 async def test_half_of_a_utf_16_pair_finds_nothing_and_is_no_address(client: Client) -> None:
