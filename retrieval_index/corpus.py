@@ -247,8 +247,8 @@ class PassageStore:
     def find(self, identities: Sequence[str]) -> list[Document | None]:
         """The passage of each id. It reads the column of ids, once for all of them: a second for 20 million."""
         wanted = pa.array([identity.encode(errors="replace") for identity in identities], pa.string())
-        rows = pc.indices_nonzero(pc.is_in(self._table["id"], wanted)).to_pylist()
-        found = {document.id: document for document in map(self.__getitem__, rows)}
+        rows = self._table.filter(pc.field("id").isin(wanted)).to_pylist()
+        found = {row["id"]: Document(**row) for row in rows}
         return [found.get(identity) for identity in identities]
 
     def all_texts(self) -> Iterator[str]:
