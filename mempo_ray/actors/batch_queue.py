@@ -16,7 +16,7 @@ import asyncio
 import heapq
 import itertools
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -32,6 +32,8 @@ RequestT = TypeVar("RequestT")
 ResultT = TypeVar("ResultT")
 
 Clock = Callable[[], float]
+
+KEPT_WAITS = 65_536  # of the newest requests: nobody need ever ask for the percentiles
 
 
 @dataclass(order=True)
@@ -81,7 +83,7 @@ class BatchQueue(Generic[RequestT, ResultT]):
         self._is_closed = False
         self._failure: str | None = None
         self._counters: defaultdict[str, float] = defaultdict(float)
-        self._waits_s: list[float] = []
+        self._waits_s: deque[float] = deque(maxlen=KEPT_WAITS)
 
     # -- calls ----------------------------------------------------------------------------------------
 
@@ -151,14 +153,15 @@ class BatchQueue(Generic[RequestT, ResultT]):
 
         now       num_queued, queued_tokens
         counts    num_answered, num_failed, num_micro_batches, tokens (computed)
-        seconds   busy_s (micro-batches and jobs), score_s (micro-batches), wait_p50_s, wait_p95_s, wait_p99_s (queued)
+        seconds   busy_s (micro-batches and jobs), score_s (micro-batches), wait_p50_s, wait_p95_s, wait_p99_s (queued;
+                  over the newest `KEPT_WAITS` requests)
         shares    batch_fill (tokens asked for / budget), merged_share (of the tokens asked for, computed with those of
                   another request), padding_share (of the tokens computed)
         rates     items_per_s, tokens_per_s: per second of score_s
         """
         counted, self._counters = self._counters, defaultdict(float)
-        waits_s, self._waits_s = self._waits_s or [0.0], []
-        p50, p95, p99 = np.percentile(waits_s, (50, 95, 99)).tolist()
+        p50, p95, p99 = np.percentile(self._waits_s or [0.0], (50, 95, 99)).tolist()
+        self._waits_s.clear()
         names = ("num_answered", "num_failed", "num_micro_batches", "tokens", "busy_s", "score_s")
         merged = counted["filled_tokens"] - (counted["tokens"] - counted["padded_tokens"])
         score_s = max(1e-9, counted["score_s"])
@@ -228,7 +231,7 @@ class BatchQueue(Generic[RequestT, ResultT]):
     async def _run_batch(self, batch: Sequence[Ticket]) -> None:
         """Each ticket gets its own result or its own error."""
         started = self._clock()
-        self._waits_s += [started - ticket.arrived_s for ticket in batch]
+        self._waits_s.extend(started - ticket.arrived_s for ticket in batch)
         try:
             ran = await self._runner.run([self._waiting[ticket.number].request for ticket in batch])
         except MempoError as error:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from mempo_ray.errors import Overloaded
+from mempo_ray.errors import Overloaded, TrainingError
 
 MAX_PADDING_SHARE = 0.05
 """Of one padded micro-batch. Two short micro-batches compute fewer tokens than one that is padded further."""
@@ -114,10 +114,10 @@ class Scheduler:
         of arrival (`run.deterministic`). One set at a time.
 
         Raises:
-            ValueError: tickets of the set before are still queued.
+            TrainingError: tickets of the set before are still queued.
         """
         if self._set:
-            raise ValueError(f"{len(self._set)} requests of the set before are still queued; await them first")
+            raise TrainingError(f"{len(self._set)} requests of the set before are still queued; await them first")
         self._set_missing = expected
 
     def decide(self, now_s: float, until: int | None = None) -> Decision:

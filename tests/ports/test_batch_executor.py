@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mempo_ray.actors import batch_queue
 from mempo_ray.actors.batch_executor import BatchExecutor, GangRunner
 from mempo_ray.config.schema import BatchExecutor as Section
 from mempo_ray.contracts import (
@@ -258,6 +259,14 @@ async def test_a_set_is_held_until_it_is_complete_and_cut_in_order_of_ids():
     assert gang.micro_batches == []
     await all_of(*calls, e.logprobs(request(1)))
     assert gang.micro_batches == [("0", "1", "2", "3"), ("4", "5")]
+
+
+async def test_waits_that_nobody_asks_for_take_bounded_memory(monkeypatch):
+    monkeypatch.setattr(batch_queue, "KEPT_WAITS", 2)
+    e = executor(FakeGang(token_s=0.1), micro_batch_tokens=10)
+    await all_of(*(e.logprobs(request(i)) for i in range(6)))  # one a second
+    assert (await e.stats())["executor/wait_p50_s"] == pytest.approx(4.5)  # of the last two: 4 s and 5 s
+    assert (await e.stats())["executor/wait_p50_s"] == 0
 
 
 async def test_what_the_executor_has_done_is_told_once():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mempo_ray.batching.scheduler import MAX_PADDING_SHARE, Decision, Limits, Scheduler, Ticket
-from mempo_ray.errors import Overloaded
+from mempo_ray.errors import Overloaded, TrainingError
 
 
 def scheduler(
@@ -136,7 +136,7 @@ def test_a_set_begins_only_when_the_one_before_has_left_the_queue():
     s = scheduler()
     s.begin(1)
     s.submit(ticket(0))
-    with pytest.raises(ValueError, match="1 requests of the set before"):
+    with pytest.raises(TrainingError, match="1 requests of the set before"):
         s.begin(1)
     assert numbers(s.decide(0.0)) == [0]
     s.begin(1)
