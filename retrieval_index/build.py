@@ -4,7 +4,7 @@
                              └──────────────────── stems ──────────────────────────────────────▶ bm25/
 
     on a kill      the temporary folder `.NAME.partial` stays; the next build of the same folder goes on from its
-                   passages and vectors if corpus and encoder are the same, else it starts again
+                   passages and vectors if corpus and encoder are the same; else it is refused, unless it may overwrite
     on bad input   nothing stays but what a killed build had left
     two at once    the second is refused: the temporary folder is locked
 
@@ -39,7 +39,7 @@ from retrieval_index.manifest import (
 )
 from retrieval_index.partial_folder import partial_folder, replace_folder, sync_tree
 from retrieval_index.plan import DENSE_KINDS, KINDS, IndexPlan, Tuning, describe, describe_bm25, plan_index
-from retrieval_index.vector_file import ROWS_PER_SLICE, VectorFile
+from retrieval_index.vector_file import ROWS_PER_SLICE, VectorFile, delete_others
 
 INPUTS_FILE = "inputs.json"  # of a build that is not finished: what its passages were read from
 
@@ -78,13 +78,15 @@ def build_index(
             says what will encode the queries.
         tuning: overrides of the parameters that `plan_index` chooses.
         deterministic: FAISS works in one thread, so that an HNSW graph is the same each time.
-        overwrite: replace an existing folder.
+        overwrite: replace an existing folder, and vectors that a killed build has left there with another encoder or
+            from another corpus.
         embed_pass: in place of the encoder in this process.
         announce: takes a line about each stage.
 
     Raises:
         CorpusError: missing file, bad line, duplicate id, no passage.
-        BuildError: folder exists or cannot be written, wrong embeddings, unknown kind, another build is running.
+        BuildError: folder exists, cannot be written, or holds another build's vectors; wrong embeddings, unknown kind,
+            another build is running.
     """
     out_dir, encoder = Path(out_dir), None if kind == "bm25" else encoder
     if kind not in KINDS or dense_kind not in DENSE_KINDS:
@@ -96,13 +98,20 @@ def build_index(
     announce = announce or (lambda line: None)
     with partial_folder(out_dir) as folder:
         _clear(folder)
+        if encoder is None or embeddings is not None:
+            delete_others(folder, set(), overwrite)
         count, sources = _write_passages(folder, corpus)
         num_threads = 1 if deterministic else faiss.omp_get_max_threads()
         plan = None
         if encoder is not None:
             plan = plan_index(dense_kind if kind == "hybrid" else kind, count, encoder.dim, tuning)
             announce(describe(plan, count, encoder.dim, num_threads, given_vectors=embeddings is not None))
-            vectors = _vectors(folder, count, encoder, embeddings, embed_pass or embed, progress or _silent)
+            if embeddings is not None:
+                vectors = _given_vectors(Path(embeddings), count, encoder.dim)
+            else:
+                file = _vector_file(folder, count, encoder, overwrite)
+                (embed_pass or embed)(folder / PASSAGES_FILE, encoder, file, progress or _silent)
+                vectors = file.array()
             _write_vectors(folder / VECTORS_FILE, plan, vectors, _is_normalised(encoder), num_threads, announce)
         if kind in ("bm25", "hybrid"):
             announce(describe_bm25(count))
@@ -159,15 +168,9 @@ def _write_passages(folder: Path, corpus: str | Path | Iterable[DocumentLike]) -
 # --- vectors -------------------------------------------------------------------------------------------------
 
 
-def _vectors(
-    folder: Path, count: int, encoder: Encoder, embeddings: str | Path | None, embed_pass: EmbedPass, progress: Progress
-) -> np.ndarray:
-    if embeddings is not None:
-        return _given_vectors(Path(embeddings), count, encoder.dim)
-    passages = folder / PASSAGES_FILE
-    file = VectorFile(folder, count, encoder.dim, f"{FileStamp.of(passages).sha256} {encoder.fingerprint}")
-    embed_pass(passages, encoder, file, progress)
-    return file.array()
+def _vector_file(folder: Path, count: int, encoder: Encoder, overwrite: bool) -> VectorFile:
+    made_from = f"{FileStamp.of(folder / PASSAGES_FILE).sha256} {encoder.fingerprint}"
+    return VectorFile(folder, count, encoder.dim, made_from, may_delete=overwrite)
 
 
 def embed(passages: Path, encoder: Encoder, file: VectorFile, progress: Progress) -> None:

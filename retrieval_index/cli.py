@@ -72,7 +72,7 @@ def build(
     max_length: Annotated[int | None, typer.Option(help="Tokens at most; default: what the folder says.")] = None,
     normalised: Annotated[bool | None, typer.Option(help="Vectors of length 1; default: yes, save contriever.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda, for the encoder.")] = "cpu",
-    overwrite: Annotated[bool, typer.Option(help="Replace an existing folder.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace an existing folder, and what a killed build left.")] = False,
 ) -> None:
     """Encode a corpus and write an index folder. A build that was killed goes on where it was."""
     from retrieval_index.build import build_index

@@ -4,7 +4,7 @@
     vectors-KEY.done    one byte per slice: 1 once the slice is on disk
 
 A slice is written and synced before its mark is. KEY is a hash over what decides the vectors, so that a build that
-was killed finds its own and nobody else's.
+was killed finds its own and nobody else's. Vectors of another build took hours, so they are deleted only on request.
 """
 
 from __future__ import annotations
@@ -15,23 +15,28 @@ from pathlib import Path
 
 import numpy as np
 
+from retrieval_index.errors import BuildError
+
 ROWS_PER_SLICE = 1024  # fixed: an encoder's batches start at the same passages in every pass, so it rounds alike
 
 
 class VectorFile:
     """Slices [start, start + 1024) of the vectors, written in any order by one process."""
 
-    def __init__(self, folder: Path, count: int, dim: int, made_from: str) -> None:
+    def __init__(self, folder: Path, count: int, dim: int, made_from: str, may_delete: bool = False) -> None:
         """Open what is there, or start.
 
         Args:
             made_from: passages and encoder, as text; part of the key.
+            may_delete: vectors made from something else.
+
+        Raises:
+            BuildError: as `delete_others`.
         """
         self.count, self.dim = count, dim
         key = hashlib.sha256(f"{made_from} {count} {dim} {ROWS_PER_SLICE}".encode()).hexdigest()[:16]
         self._data, self._marks = folder / f"vectors-{key}.f32", folder / f"vectors-{key}.done"
-        for stale in set(folder.glob("vectors-*")) - {self._data, self._marks}:
-            stale.unlink()
+        delete_others(folder, {self._data, self._marks}, may_delete)
         num_bytes = count * dim * 4
         if not (self._data.is_file() and self._data.stat().st_size == num_bytes and self._marks.is_file()):
             self._marks.unlink(missing_ok=True)  # first: marks must never outlive their data
@@ -59,13 +64,27 @@ class VectorFile:
         """All vectors, memory-mapped. float32 [count, dim]."""
         return np.memmap(self._data, np.float32, mode="r", shape=(self.count, self.dim))
 
-    def remove(self) -> None:
-        """Delete both files."""
-        self._marks.unlink()
-        self._data.unlink()
-
     def _starts(self) -> range:
         return range(0, self.count, ROWS_PER_SLICE)
+
+
+def delete_others(folder: Path, own: set[Path], may_delete: bool) -> None:
+    """Delete what other builds that were killed here have left: those of other passages, or with another encoder.
+
+    Raises:
+        BuildError: it holds finished slices, and they must not be deleted.
+    """
+    others = set(folder.glob("vectors-*")) - own
+    num_slices = sum(sum(marks.read_bytes()) for marks in others if marks.suffix == ".done")
+    if num_slices and not may_delete:
+        raise BuildError(
+            f"{folder} holds {num_slices} slices of {ROWS_PER_SLICE} passages that a killed build has encoded, with "
+            "another encoder or from another corpus",
+            "out",
+            "give encoder and corpus of that build to go on with it, choose another folder, or pass overwrite",
+        )
+    for path in others:
+        path.unlink()
 
 
 def _write_at(path: Path, offset: int, content: bytes) -> None:

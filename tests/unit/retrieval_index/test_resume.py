@@ -73,11 +73,24 @@ def test_passages_read_from_a_file_are_not_read_again(tmp_path: Path) -> None:
     assert encoder.encoded == len(CORPUS) - ROWS_PER_SLICE
 
 
-def test_a_corpus_that_changed_in_between_is_encoded_anew(tmp_path: Path) -> None:
+def test_another_encoder_corpus_or_kind_does_not_delete_what_a_killed_build_has_encoded(tmp_path: Path) -> None:
+    die_after(2, tmp_path / "index")
+    np.save(tmp_path / "v.npy", np.zeros((len(CORPUS), 64), np.float32))
+    others = [(CORPUS, HashEncoder(128), "flat", None), (facts(), HashEncoder(64), "flat", None),
+              (CORPUS, None, "bm25", None), (CORPUS, HashEncoder(64), "flat", tmp_path / "v.npy")]  # fmt: skip
+    for corpus, encoder, kind, embeddings in others:
+        with pytest.raises(BuildError, match=r"out: .*partial holds 2 slices of 1024 passages"):
+            build_index(corpus, encoder, kind, tmp_path / "index", embeddings=embeddings)
+    encoder = MortalEncoder(NUM_SLICES)
+    build_index(CORPUS, encoder, "flat", tmp_path / "index")
+    assert encoder.encoded == len(CORPUS) - 2 * ROWS_PER_SLICE
+
+
+def test_a_corpus_that_changed_in_between_is_encoded_anew_if_the_build_may_overwrite(tmp_path: Path) -> None:
     die_after(2, tmp_path / "index")
     changed = [Document("d0", "", "boss n0 n1 ."), *CORPUS[1:]]
     encoder = MortalEncoder(NUM_SLICES)
-    manifest = build_index(changed, encoder, "flat", tmp_path / "index")
+    manifest = build_index(changed, encoder, "flat", tmp_path / "index", overwrite=True)
     assert encoder.encoded == len(CORPUS)
     assert manifest.files == build_index(changed, HashEncoder(64), "flat", tmp_path / "whole").files
 

@@ -3,6 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from retrieval_index.errors import BuildError
 from retrieval_index.vector_file import ROWS_PER_SLICE, VectorFile
 
 COUNT, DIM = 2 * ROWS_PER_SLICE + 5, 8
@@ -26,11 +27,14 @@ def test_what_was_written_before_a_kill_is_not_missing_after_it(tmp_path: Path) 
     assert VectorFile(tmp_path, COUNT, DIM, "made from").missing() == [0, 2 * ROWS_PER_SLICE]
 
 
-def test_vectors_of_other_passages_or_another_encoder_are_thrown_away(tmp_path: Path) -> None:
+def test_vectors_of_other_passages_or_another_encoder_are_deleted_only_on_request(tmp_path: Path) -> None:
     VectorFile(tmp_path, COUNT, DIM, "made from").write(0, slice_of(0, ROWS_PER_SLICE))
-    assert len(VectorFile(tmp_path, COUNT, DIM, "something else").missing()) == 3
+    with pytest.raises(BuildError, match=r"holds 1 slices of 1024 passages.*with another encoder or"):
+        VectorFile(tmp_path, COUNT, DIM, "something else")
+    assert len(VectorFile(tmp_path, COUNT, DIM, "made from").missing()) == 2
+    assert len(VectorFile(tmp_path, COUNT, DIM, "something else", may_delete=True).missing()) == 3
+    assert len(VectorFile(tmp_path, COUNT, DIM, "made from").missing()) == 3, "nothing was lost"
     assert len(list(tmp_path.iterdir())) == 2
-    assert len(VectorFile(tmp_path, COUNT, DIM, "made from").missing()) == 3
 
 
 def test_a_shortened_file_starts_again(tmp_path: Path) -> None:
