@@ -109,7 +109,7 @@ class Survivor:
     def outcome(self) -> float:
         return self.score.score
 
-    def as_scored(self, kl_coef: float) -> ScoredTrajectory:
+    def as_scored(self, kl_coef: float, part_weights: Mapping[str, float]) -> ScoredTrajectory:
         return ScoredTrajectory(
             self.outcome,
             self.summary.num_turns,
@@ -119,6 +119,7 @@ class Survivor:
             num_tokens=self.summary.num_output_tokens,
             process_S=self.score.process_scores,
             parts=self.score.parts,
+            part_weights=part_weights,
         )
 
 
@@ -344,9 +345,9 @@ def assemble(
             )
         groups.setdefault(summary.task_id, []).append(survivor)
     members = list(groups.values())
-    advantages = step_advantages(
-        [[s.as_scored(kl_coef) for s in group] for group in members], config.algorithm, config.memory_reward
-    )
+    weights = {name: style.weight for name, style in config.reward.styles.items()}
+    scored = [[s.as_scored(kl_coef, weights) for s in group] for group in members]
+    advantages = step_advantages(scored, config.algorithm, config.memory_reward)
     decision = filter_groups(
         advantages, config.algorithm.group_filter, num_wanted=config.data.tasks_per_step, round_=filter_round
     )

@@ -44,6 +44,7 @@ class ScoredTrajectory:
     num_tokens: int = 1  # output tokens of all turns
     process_S: tuple[float, ...] | None = None  # a score for each turn, beside the outcome
     parts: Mapping[str, float] = field(default_factory=dict)  # of a hybrid reward, before their weights
+    part_weights: Mapping[str, float] = field(default_factory=dict)  # `reward.styles.*.weight`; 1 where not named
 
     @property
     def score(self) -> float:
@@ -107,8 +108,9 @@ def opo(groups: Groups, settings: Algorithm) -> Advantages:
 
 
 def gdpo(groups: Groups, settings: Algorithm) -> Advantages:
-    """Each part of a hybrid reward normalised on its own within the group, weighted by `part_weights`, summed, then
-    divided by their deviation over the step (Liu et al. 2026, "GDPO"): parts on different scales keep their say.
+    """Each part of a hybrid reward normalised on its own within the group, times its weight (`reward.styles.*.weight`),
+    summed, then divided by their deviation over the step (Liu et al. 2026, "GDPO"): parts on different scales keep
+    their say.
 
     The mean over the step is 0 as it is, since each group's is; taking off what rounding leaves of it would have groups
     of equal scores learn from noise.
@@ -128,7 +130,7 @@ def gdpo(groups: Groups, settings: Algorithm) -> Advantages:
         for name in names:
             part_G = np.array([trajectory.parts.get(name, 0.0) for trajectory in group], np.float64)
             if len(group) > 1 and np.ptp(part_G) > 0:
-                weight = settings.part_weights.get(name, 1.0)
+                weight = group[0].part_weights.get(name, 1.0)
                 sum_G += weight * (part_G - part_G.mean()) / (part_G.std(ddof=1) + EPS)
         return sum_G
 

@@ -342,7 +342,7 @@ class Style(Section):
     style: Literal["rule", "model", "api", "sandbox"] = "rule"
     """rule and sandbox: a registered scorer (code tasks are run in the sandbox); model; api."""
     weight: float = 1.0
-    """Factor of its score in the sum."""
+    """Factor of its score in the sum; under adv_estimator=gdpo, of its normalised score."""
     data_sources: tuple[str, ...] = ()
     """Rows that it scores, by data_source (`*` matches anything); none = all."""
     scorer: str = "auto"
@@ -501,8 +501,6 @@ class Algorithm(Section):
     """Discount from turn to turn (reinforce++, gae)."""
     gae_lambda: Share = 1.0
     """λ of gae; the turn is its time step, and there is no critic."""
-    part_weights: dict[str, float] = {}
-    """Weights of the parts of a hybrid reward in gdpo; 1 where a part is not named."""
     singleton: Literal["zero", "raw"] = "zero"
     """Advantage of a group of one."""
     normalize_by_std: bool = True
@@ -696,10 +694,6 @@ class Config(Section):
         if a.adv_estimator == "gdpo" and (a.kl_in_reward or self.reward.tool_weights):
             key = "algorithm.kl_in_reward" if a.kl_in_reward else "reward.tool_weights"
             raise ValueError(f"{key}: adv_estimator=gdpo sees the parts of a reward and nothing else; use another one")
-        if self.reward.styles and (unknown := sorted(a.part_weights.keys() - self.reward.styles.keys())):
-            raise ValueError(
-                f"algorithm.part_weights: {unknown[0]!r} is no part of reward.styles ({', '.join(self.reward.styles)})"
-            )
         if a.aggregation == "trajectory_sum_norm" and a.norm_length == 0:
             raise ValueError("algorithm.norm_length: aggregation=trajectory_sum_norm needs a positive norm_length")
         if a.adaptive_kl is not None and not a.kl_in_reward:

@@ -231,6 +231,18 @@ def judged(key: Key, score: Score | float | None, **kwargs) -> Sample:
     return Sample(finished(*key, **kwargs), Scored(score) if isinstance(score, float) else score)
 
 
+async def test_gdpo_weighs_parts_as_the_reward_does():
+    styles = {"em": {"weight": 3.0}, "format": {"weight": 1.0}, "logged": {"weight": 0.0}}
+    settings = config(algorithm={"adv_estimator": "gdpo"}, reward={"manager": "hybrid", "styles": styles})
+    parts = [{"em": 1.0, "format": 0.0, "logged": 0.0}, {"em": 0.0, "format": 0.1, "logged": 9.0}]
+    samples = [
+        judged(("q", g), Scored(0.0, {f"part/{name}": score for name, score in p.items()})) for g, p in enumerate(parts)
+    ]
+    first, second = assemble(samples, settings, step=1, version=VERSION, kl_coef=0).plan.items
+    assert first.outcome_advantage_S[0] == pytest.approx(0.707106, abs=1e-5)  # with equal weights the two cancel out
+    assert second.outcome_advantage_S[0] == pytest.approx(-0.707106, abs=1e-5)
+
+
 async def test_an_unscored_trajectory_leaves_the_group_s_statistics():
     samples = [judged(("q", g), score) for g, score in enumerate((1.0, 0.0, Unscored("took 30 s", "timeout")))]
     settings = config(reward={"max_unscored_share": 0.5})

@@ -11,6 +11,7 @@ from mempo_ray.config.schema import Algorithm
 from mempo_ray.errors import ConfigError, TrainingError
 
 PER_GROUP = ("grpo", "dr_grpo", "rloo", "opo")
+WEIGHTS = {"em": 0.7, "judge": 0.2, "logged": 0.0}
 ALL = (*PER_GROUP, "gdpo", "reinforce++", "gae")
 
 
@@ -63,8 +64,14 @@ def test_gdpo_gives_a_small_part_the_same_say_as_a_large_one():
     """Sums 10.1 and 10.0 would hide `format`; normalised apart the two parts cancel out."""
     group = [scored(0, parts={"em": 10.0, "format": 0.0}), scored(0, parts={"em": 0.0, "format": 0.1})]
     assert not np.any(estimate("gdpo", [group]))
-    [[first, second]] = estimate("gdpo", [group], part_weights={"format": 3.0})
-    assert first[0] < 0 < second[0]
+
+
+def test_gdpo_weighs_the_parts_once_they_are_normalised():
+    """em (1.1547, −0.5774, −0.5774) and judge (−0.8321, −0.2774, 1.1094), each of deviation 1; 0.7 · em + 0.2 · judge =
+    (0.6419, −0.4596, −0.1823), of deviation 0.5729."""
+    parts = [{"em": 1.0, "judge": 20.0}, {"em": 0.0, "judge": 40.0}, {"em": 0.0, "judge": 90.0}]
+    group = [scored(0, parts=p | {"logged": i}, part_weights=WEIGHTS) for i, p in enumerate(parts)]
+    np.testing.assert_allclose(estimate("gdpo", [group]), [[[1.120363], [-0.802231], [-0.318133]]], atol=2e-5)
 
 
 def test_under_gdpo_a_flat_group_stays_flat_and_a_part_that_a_group_lacks_moves_nothing():

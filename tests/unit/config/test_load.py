@@ -98,10 +98,6 @@ def test_an_unknown_key_names_the_nearest_known_one(key, nearest):
         ("algorithm.aggregation=trajectory_sum_norm", "algorithm.norm_length"),
         ("algorithm.adv_estimator=gdpo algorithm.kl_in_reward=true algorithm.kl_coef=0", "algorithm.kl_in_reward: "),
         ("algorithm.adv_estimator=gdpo reward.tool_weights.search=1", "reward.tool_weights: adv_estimator=gdpo"),
-        (
-            "reward.manager=hybrid reward.styles.em.weight=1 algorithm.part_weights.en=1",
-            "algorithm.part_weights: 'en' is no part of reward.styles (em)",
-        ),
         ("rollout.replicas=[1", "is not YAML"),
         ("rollout.replicas=${oc.env:NOT_THERE}", "NOT_THERE"),
     ],
