@@ -343,3 +343,11 @@ def test_the_job_submits_itself_with_the_cluster_s_image_and_takes_the_cluster_a
     assert f"WORKDIR {working_dir}\n" in (FOLDER / "Dockerfile").read_text(encoding="utf-8")
     stop_wait = {entry["name"]: entry["value"] for entry in head["containers"][0]["env"]}["RAY_JOB_STOP_WAIT_TIME_S"]
     assert int(stop_wait) <= head["terminationGracePeriodSeconds"]
+
+
+def test_an_engine_s_pod_drains_for_nearly_all_of_its_grace():
+    for spec in ray_clusters():
+        (pod,) = (group["template"]["spec"] for group in spec["workerGroupSpecs"] if group["groupName"] == "rollout")
+        env = {entry["name"]: entry["value"] for entry in pod["containers"][0]["env"]}
+        grace_s, drain_s = pod["terminationGracePeriodSeconds"], env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"]
+        assert grace_s * 0.9 <= int(drain_s) < grace_s

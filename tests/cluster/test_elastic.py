@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import ClassVar
 
 import pytest
 import ray
@@ -98,16 +103,51 @@ async def test_the_benchmark_counts_every_turn_once_and_fills_its_slots(tmp_path
     assert 0 <= run.affinity_hit_rate <= 1
 
 
-def test_a_node_that_ray_drains_is_known(node):
+NO_NOTICE, NOTICE = {"aws": (404, b""), "gcp": (200, b"FALSE")}, {"aws": (200, b"{}"), "gcp": (200, b"TRUE")}
+PATHS = {"aws": "/latest/meta-data/spot/instance-action", "gcp": "/computeMetadata/v1/instance/preempted"}
+
+
+class Metadata(BaseHTTPRequestHandler):
+    """The metadata services of both clouds; the second question finds the notice."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_PUT(self) -> None:
+        self.answer(200, b"token")
+
+    def do_GET(self) -> None:
+        (cloud,) = (cloud for cloud, path in PATHS.items() if path == self.path)
+        assert cloud == "aws" or self.headers["Metadata-Flavor"] == "Google"
+        assert cloud == "gcp" or self.headers["X-aws-ec2-metadata-token"] == "token"
+        self.answer(*(NOTICE if cloud in self.asked else NO_NOTICE)[cloud])
+        self.asked.append(cloud)
+
+    def answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def metadata() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("cloud", ["aws", "gcp"])
+def test_a_cloud_s_notice_makes_ray_drain_the_node_and_that_is_known(cloud, node, metadata):
     """Last: the only node takes no new work afterwards."""
-    assert draining_nodes() == frozenset()
-    address = ray.get_runtime_context().gcs_address
-    words = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
-    script = Path(sys.executable).with_name("ray")
-    subprocess.run(
-        [script, "drain-node", "--address", address, "--node-id", node, "--deadline-remaining-seconds", "600", *words],
-        check=True,
-        timeout=DEADLINE_S,
-        capture_output=True,
-    )
+    assert cloud != "aws" or draining_nodes() == frozenset()
+    notice = Path(__file__).parents[2] / "configs" / "cluster" / "spot_notice.py"
+    bin_folder, address = Path(sys.executable).parent, ray.get_runtime_context().gcs_address
+    variables = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "RAY_ADDRESS": address, "MEMPO_METADATA": metadata}
+    subprocess.run([sys.executable, notice, cloud], check=True, timeout=DEADLINE_S, env={**os.environ, **variables})
+    assert Metadata.asked.count(cloud) == 2
     assert draining_nodes() == frozenset({node})
