@@ -73,8 +73,8 @@ class Engine(RolloutActor):
 class Retrieval:
     """Finds nothing, at once: search is not what is measured."""
 
-    async def search(self, queries: list[str], top_k: int) -> list[list]:
-        return [[] for _ in queries]
+    async def search_each(self, searches: list[tuple[list[str], int]]) -> list[list[list]]:
+        return [[[] for _ in queries] for queries, _ in searches]
 
 
 @dataclass(frozen=True)

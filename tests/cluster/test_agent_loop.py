@@ -64,8 +64,8 @@ class ScriptedEngine:
 
 @ray.remote(num_cpus=0)
 class ScriptedRetrieval:
-    def search(self, queries, top_k):
-        return [[Passage("p1", "", "mentor Boko Sari .")][:top_k] for _ in queries]
+    def search_each(self, searches):
+        return [[[Passage("p1", "", "mentor Boko Sari .")][:top_k] for _ in queries] for queries, top_k in searches]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -160,12 +160,15 @@ async def test_an_episode_without_any_engine_is_tried_again_and_then_yielded_bro
 
 
 async def test_a_turn_past_its_deadline_is_cancelled_at_the_engine(folder):
-    pool = EnginePool(grace_s=0.0)
     hanging = ScriptedEngine.remote(folder, 0, "hangs")
+    await hanging.num_calls.remote()  # it is there: Ray would cancel a call that has not arrived without a word to it
+    pool = EnginePool(grace_s=0.0)
     pool.announce({"a": hanging})
+    turn = asyncio.create_task(pool(GenerateRequest(np.zeros(3, np.int32), 0, 8, "q", deadline_s=5.0)))
+    await asyncio.wait_for(hanging.asked.remote(), 60)
     with pytest.raises(DeadlineExceeded):
-        await pool(GenerateRequest(np.zeros(3, np.int32), 0, 8, "q", deadline_s=2.0))
-    await asyncio.wait_for(hanging.cancelled.remote(), 10)
+        await turn
+    await asyncio.wait_for(hanging.cancelled.remote(), 60)
 
 
 async def test_a_search_meets_another_replica_when_one_is_dead(folder, retrieval):
@@ -189,7 +192,7 @@ async def test_no_more_episodes_at_once_than_configured(folder, retrieval):
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    await asyncio.wait_for(hanging.cancelled.remote(), 10)
+    await asyncio.wait_for(hanging.cancelled.remote(), 60)
     await worker.set_engines({"a": free})
     await worker.set_retrieval([retrieval])
     assert len(await collect(worker, requests(num_tasks=3))) == 3
