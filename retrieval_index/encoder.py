@@ -24,6 +24,7 @@ import numpy as np
 from retrieval_index.encoder_folder import (
     folder_max_length,
     folder_pooling,
+    folder_positions,
     folder_prompts,
     read_json,
     refuse_unknown_modules,
@@ -144,6 +145,7 @@ WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 CPU_ROWS, GPU_ROWS = 16, 128
 """Texts in one pass of the model. A pass is as wide as its longest text: on a CPU, 64 questions in sorted passes of 16
 take two thirds of the time of one pass; a GPU wants wide passes."""
+MIN_LENGTH = 3  # one token beside those that mark begin and end
 MAX_LENGTH = 512  # of a folder that allows more: passages are shorter, and attention is quadratic
 
 
@@ -178,12 +180,19 @@ class TransformerEncoder:
             "pooling": pooling or folder_pooling(folder),
             "query_prefix": prompts["query"] if query_prefix is None else query_prefix,
             "passage_prefix": prompts["passage"] if passage_prefix is None else passage_prefix,
-            "max_length": max_length or folder_max_length(folder, MAX_LENGTH),
+            "max_length": folder_max_length(folder, MAX_LENGTH) if max_length is None else max_length,
             "normalised": normalised,
         }
         if self.settings["pooling"] not in POOLINGS:
             raise EncoderError(
                 f"unknown pooling {self.settings['pooling']!r}", "encoder", f"use one of {', '.join(POOLINGS)}"
+            )
+        longest = folder_positions(folder) or math.inf
+        if not MIN_LENGTH <= self.settings["max_length"] <= longest:
+            raise EncoderError(
+                f"{folder} takes {MIN_LENGTH} to {longest} tokens, not {self.settings['max_length']}",
+                "max_length",
+                "give another --max-length",
             )
 
     @property

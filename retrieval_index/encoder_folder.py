@@ -22,6 +22,8 @@ POOLING_KEYS = {
     "pooling_mode_lasttoken": "last",
 }
 KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
+COUNT_AFTER_PADDING = ("camembert", "data2vec-text", "ibert", "longformer", "mpnet", "roberta", "xlm-roberta", "xmod")
+"""Model types whose positions begin after the padding token's id, so that many rows of their table are not for text."""
 
 
 def folder_pooling(folder: Path) -> str:
@@ -67,8 +69,16 @@ def folder_max_length(folder: Path, at_most: int) -> int:
     if said := _read_if_there(folder / "sentence_bert_config.json").get("max_seq_length"):
         return int(said)
     tokenizer = _read_if_there(folder / "tokenizer_config.json").get("model_max_length")
-    positions = _read_if_there(folder / "config.json").get("max_position_embeddings")
-    return min(int(length) for length in (tokenizer, positions, at_most) if length)
+    return min(int(length) for length in (tokenizer, folder_positions(folder), at_most) if length)
+
+
+def folder_positions(folder: Path) -> int | None:
+    """Tokens that the model has positions for; None where the folder does not say."""
+    config = _read_if_there(folder / "config.json")
+    positions = config.get("max_position_embeddings")
+    if positions and config.get("model_type") in COUNT_AFTER_PADDING:
+        return int(positions) - config.get("pad_token_id", 1) - 1
+    return positions and int(positions)
 
 
 def read_json(path: Path, remedy: str) -> Any:

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from retrieval_index.encoder import make_encoder
-from retrieval_index.encoder_folder import folder_max_length, folder_pooling, folder_prompts, refuse_unknown_modules
+from retrieval_index.encoder_folder import (
+    folder_max_length,
+    folder_pooling,
+    folder_positions,
+    folder_prompts,
+    refuse_unknown_modules,
+)
 from retrieval_index.encoder_presets import PRESETS, preset_folder
 from retrieval_index.errors import EncoderError
 
@@ -61,6 +67,14 @@ def test_the_longest_input_is_the_least_of_what_the_files_say(tmp_path: Path) ->
     assert folder_max_length(tmp_path, 512) == 128
     write(tmp_path, "sentence_bert_config.json", {"max_seq_length": 1024})
     assert folder_max_length(tmp_path, 512) == 1024
+
+
+def test_positions_of_roberta_and_its_kin_begin_after_the_padding(tmp_path: Path) -> None:
+    assert folder_positions(tmp_path) is None
+    write(tmp_path, "config.json", {"max_position_embeddings": 514, "model_type": "bert"})
+    assert folder_positions(tmp_path) == 514
+    write(tmp_path, "config.json", {"max_position_embeddings": 514, "model_type": "xlm-roberta", "pad_token_id": 1})
+    assert folder_positions(tmp_path) == folder_max_length(tmp_path, 600) == 512
 
 
 def test_a_preset_is_found_by_name_and_brings_its_prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +159,8 @@ def test_a_query_of_a_hundred_thousand_characters_is_cut(bert: Path) -> None:
         ({"device": "gpu"}, "does not load on gpu"),
         ({"dim": 64}, "has no setting dim"),
         ({"pooling": "median"}, "unknown pooling"),
+        ({"max_length": 33}, "max_length: .* takes 3 to 32 tokens, not 33"),
+        ({"max_length": 0}, "takes 3 to 32 tokens, not 0"),
     ],
 )
 def test_a_slip_is_one_clear_error(bert: Path, given: dict, problem: str) -> None:
