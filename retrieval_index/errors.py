@@ -15,7 +15,7 @@
     │   ├── DamagedIndex     a file is missing, truncated or altered
     │   └── StaleIndex       its corpus has changed since
     ├── CacheError           the file of the disk cache cannot be used
-    ├── ServeError           a server that cannot start: its address is taken
+    ├── ServeError           a server that cannot start: its address is taken, a replica dies
     ├── QueryError           a query that cannot be searched: empty
     └── ServiceError         a search that did not happen; never a statement about the query
         ├── SearchFailed     encoder or index raised

@@ -87,9 +87,11 @@ def make_app(searches: Searches, index: str | Path, default_top_k: int = DEFAULT
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
-        await searches.warm_up()
-        yield
-        await searches.close()
+        try:
+            await searches.warm_up()
+            yield
+        finally:
+            await searches.close()
 
     app = FastAPI(title="retrieval_index", lifespan=lifespan)
     app.add_middleware(_BodyLimit)
@@ -148,14 +150,26 @@ def serve(searches: Searches, index: Path, host: str, port: int, default_top_k: 
     Requests that come before the encoder is warm wait.
 
     Raises:
-        ServeError: the address cannot be used.
+        ServeError: the address cannot be used. And what `searches.warm_up` raises.
     """
     try:
         listener = socket.create_server((host, port), backlog=BACKLOG)
     except OSError as error:
         raise ServeError(f"cannot listen on {host}:{port}: {error.strerror}", "port", "choose another") from error
     print(f"retrieval at http://{host}:{listener.getsockname()[1]}/retrieve", flush=True)
-    uvicorn.Server(uvicorn.Config(make_app(searches, index, default_top_k), log_level="warning")).run([listener])
+    config = uvicorn.Config(make_app(searches, index, default_top_k), log_level="warning")
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        runner.run(_warm_up_and_serve(searches, uvicorn.Server(config), listener))
+
+
+async def _warm_up_and_serve(searches: Searches, server: uvicorn.Server, listener: socket.socket) -> None:
+    """Warm first: of what fails in the application's own start, uvicorn would make a traceback and exit code 3."""
+    try:
+        await searches.warm_up()
+    except BaseException:
+        await searches.close()
+        raise
+    await server.serve([listener])
 
 
 def _listed(result: Result, with_scores: bool) -> list[dict[str, Any]]:

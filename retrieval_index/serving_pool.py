@@ -1,7 +1,8 @@
 """Search services as actors of a Ray cluster, behind one server: `serve --ray --replicas N`.
 
 server ──search──▶ ReplicaPool ──Router──▶ Replica ×N, each a RetrievalService with its own encoder and index
-on failure         a replica that dies, or whose queue is full: the call goes to another one, and Ray starts it again
+on failure         a replica that dies, or whose queue is full: the call goes to another one, and Ray starts it again;
+                   one that cannot load at the start ends the server
 """
 
 from __future__ import annotations
@@ -11,9 +12,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import OutOfMemoryError, RayActorError, WorkerCrashedError
 
-from retrieval_index.errors import SearchFailed, SearchTimeout, ServiceError, ServiceOverloaded
+from retrieval_index.errors import (
+    RetrievalIndexError,
+    SearchFailed,
+    SearchTimeout,
+    ServeError,
+    ServiceError,
+    ServiceOverloaded,
+)
 from retrieval_index.routing import Router
 from retrieval_index.service import Result, RetrievalService
 
@@ -21,28 +29,46 @@ START_S = 300.0
 GRACE_S = 2.0
 """How much later than a replica's own deadline the pool gives up: the replica's message says more."""
 
+DIED = (RayActorError, OutOfMemoryError, WorkerCrashedError)
+"""What Ray raises when a replica's process is gone."""
+
 OpenService = Callable[[], RetrievalService]
 """Run in the replica's process: `functools.partial(RetrievalService.open, folder, …)`."""
 
 
 class Replica:
-    """One service. It holds no state, so it may die and start again."""
+    """One service. It holds no state, so it may die and start again.
+
+    It is opened by the first call, not by the constructor: a process that dies there is started again for ever, while
+    the caller waits. A failure is a value, so that it crosses the border with its type.
+    """
 
     def __init__(self, open_service: OpenService) -> None:
-        self._service = open_service()
+        self._open_service = open_service
+        self._service: RetrievalService | None = None
 
-    async def warm_up(self) -> None:
-        await self._service.warm_up()
+    async def warm_up(self) -> RetrievalIndexError | None:
+        try:
+            await self._opened().warm_up()
+        except RetrievalIndexError as error:
+            return error
+        return None
 
     async def search(self, queries: Sequence[str], top_k: int) -> list[Result] | ServiceError:
-        """A failure is a value, so that it crosses the border with its type."""
         try:
-            return await self._service.search(queries, top_k)
+            return await self._opened().search(queries, top_k)
         except ServiceError as error:
             return error
+        except RetrievalIndexError as error:
+            return SearchFailed(f"a replica cannot open the index: {error}", "retrieval")
 
     async def counters(self) -> dict[str, float]:
-        return await self._service.counters()
+        return await self._opened().counters()
+
+    def _opened(self) -> RetrievalService:
+        if self._service is None:
+            self._service = self._open_service()
+        return self._service
 
 
 class ReplicaPool:
@@ -62,14 +88,18 @@ class ReplicaPool:
         self._router.announce(self.replicas)
 
     async def warm_up(self) -> None:
-        """Raises SearchTimeout where a replica does not start, and what its process raised."""
+        """Raises ServeError where a replica dies or does not start, and else what its service raised."""
         try:
             async with asyncio.timeout(START_S):
-                await asyncio.gather(*(replica.warm_up.remote() for replica in self.replicas.values()))
+                failures = await asyncio.gather(*(replica.warm_up.remote() for replica in self.replicas.values()))
         except TimeoutError:
-            raise SearchTimeout(
+            raise ServeError(
                 f"{len(self.replicas)} replicas did not start within {START_S:g} s", "replicas", "ask for fewer"
             ) from None
+        except DIED as error:
+            raise ServeError(f"one died while it loaded: {_last_line(error)}", "replicas", "see its log") from error
+        for failure in filter(None, failures):
+            raise failure
 
     async def search(self, queries: Sequence[str], top_k: int) -> list[Result]:
         """Raises ServiceError, when every replica has failed or the deadline is over."""
@@ -85,8 +115,8 @@ class ReplicaPool:
                 found = await self.replicas[name].search.remote(list(queries), top_k)
         except TimeoutError:
             raise SearchTimeout(f"{name} did not answer within {self._deadline_s:g} s", "retrieval") from None
-        except RayActorError as error:
-            raise SearchFailed(f"{name}: {str(error).partition(chr(10))[0]}", "retrieval") from error
+        except DIED as error:
+            raise SearchFailed(f"{name}: {_last_line(error)}", "retrieval") from error
         if isinstance(found, ServiceError):
             raise found
         return found
@@ -104,6 +134,11 @@ class ReplicaPool:
     async def close(self) -> None:
         for replica in self.replicas.values():
             ray.kill(replica)
+
+
+def _last_line(error: Exception) -> str:
+    """Ray's messages go on for pages, and end with the reason."""
+    return str(error).strip().rpartition("\n")[2].strip()
 
 
 RemoteReplica = ray.remote(num_cpus=1, max_concurrency=4096, max_restarts=-1)(  # pyrefly: ignore[unexpected-keyword]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,9 +24,10 @@ from mempo_ray.data.world import AtlasSpec, build_atlas
 from mempo_ray.errors import ConfigError, DataError, DeadlineExceeded, ToolFailed
 from retrieval_index.build import build_index
 from retrieval_index.encoder import HashEncoder
-from retrieval_index.server import make_app
+from retrieval_index.errors import EncoderError, ServeError
+from retrieval_index.server import make_app, serve
 from retrieval_index.service import RetrievalService, ServiceLimits
-from retrieval_index.serving_pool import ReplicaPool
+from retrieval_index.serving_pool import OpenService, ReplicaPool
 
 SYNTHETIC = Retrieval(corpus="synthetic", encoder="hash", max_wait_s=0)
 PATIENCE_S = 60
@@ -216,6 +218,34 @@ async def test_replicas_behind_the_server_s_pool_answer_while_one_dies(cluster: 
             ray.kill(pool.replicas["replica-0"], no_restart=False)
             assert set(await asyncio.gather(*calls)) == {200}
             assert (await client.get("/stats")).json()["queries"] > 0
+
+
+def damaged() -> RetrievalService:
+    raise EncoderError("the weights are damaged", "encoder")
+
+
+def crashing() -> RetrievalService:
+    os._exit(1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("open_service", "error", "says"),
+    [
+        (damaged, EncoderError, "the weights are damaged"),
+        (crashing, ServeError, "replicas: one died while it loaded: "),
+    ],
+)
+def test_a_replica_that_cannot_load_ends_the_server_and_leaves_none(
+    cluster: None, folder: Path, open_service: OpenService, error: type[Exception], says: str
+) -> None:
+    pool = ReplicaPool(open_service, 2, PATIENCE_S)
+    with pytest.raises(error, match=says):
+        serve(pool, folder, "127.0.0.1", 0)
+    for replica in pool.replicas.values():
+        with pytest.raises(RayActorError):
+            ray.get(replica.counters.remote(), timeout=PATIENCE_S)
 
 
 @pytest.mark.slow

@@ -221,6 +221,20 @@ def test_a_port_that_is_taken_is_named(index_folder: Path) -> None:
             serve(Failing(RuntimeError()), index_folder, "127.0.0.1", port)
 
 
+class Cold(Failing):
+    """Searches that cannot be warmed up."""
+
+    async def warm_up(self) -> None:
+        raise self.error
+
+
+def test_a_model_that_does_not_load_ends_the_server_with_its_own_error(index_folder: Path) -> None:
+    searches = Cold(SearchFailed("the model does not load", "retrieval"))
+    with pytest.raises(SearchFailed, match="the model does not load"):
+        serve(searches, index_folder, "127.0.0.1", 0)
+    assert searches.closed
+
+
 def test_the_command_serves_until_it_is_told_to_stop(index_folder: Path) -> None:
     words = [sys.executable, "-m", "retrieval_index", "serve", "--index", str(index_folder), "--port", "0"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
