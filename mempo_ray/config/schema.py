@@ -205,7 +205,13 @@ class Retrieval(Section):
     device: Literal["cpu", "cuda"] = "cpu"
     """Where encoder and index run."""
     replicas: Count = 1
-    """RetrievalActors."""
+    """RetrievalActors at the start."""
+    min_replicas: Annotated[int, Field(ge=0)] = 0
+    """Lower bound of the elastic pool; 0 = `replicas`. Fewer live ones than this for policy.startup_timeout_s ends the
+    run."""
+    max_replicas: Annotated[int, Field(ge=0)] = 0
+    """Upper bound of the elastic pool; 0 = `replicas`. Equal to the lower bound: the pool is fixed."""
+    scaling: Scaling = Scaling()
     threads: Count = 1
     """Threads of encoder and FAISS per replica."""
     max_batch: Count = 64
@@ -225,6 +231,16 @@ class Retrieval(Section):
     def needs_index(self) -> bool:
         """Whether this run searches an index of its own, with RetrievalActors."""
         return self.mode != "replay" and self.backend == "local"
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Least and most replicas."""
+        return self.min_replicas or self.replicas, self.max_replicas or self.replicas
+
+    @property
+    def is_elastic(self) -> bool:
+        least, most = self.bounds
+        return self.needs_index and least < most
 
 
 class CustomFunction(Section):
@@ -705,6 +721,8 @@ class Config(Section):
             raise ValueError("retrieval.url: backend=http needs an address such as http://host:8000/retrieve")
         if not self.rollout.min_replicas <= self.rollout.replicas <= self.rollout.max_replicas:
             raise ValueError("rollout.replicas must lie between rollout.min_replicas and rollout.max_replicas")
+        if not r.bounds[0] <= r.replicas <= r.bounds[1]:
+            raise ValueError("retrieval.replicas must lie between retrieval.min_replicas and retrieval.max_replicas")
         if self.memory_reward.scorer_engine == "vllm":
             key = "memory_reward.scorer_engine=vllm"
             if self.memory_reward.scorer == "reference":

@@ -1,14 +1,14 @@
 """Bundles onto nodes, as Ray's two strategies would: packed close together, or spread wide. Pure.
 
 A bundle lies on one node. Groups are placed one after the other, as they are asked for: PACK takes the node that holds
-most of what is left of the group, SPREAD the node with fewest of the group's bundles; both leave GPUs to those who need
+most of what is left of the group, SPREAD the node with fewest of the role's bundles; both leave GPUs to those who need
 them. Only if that leaves a bundle out, all bundles are placed again, largest first, wherever they fit tightest: Ray's
 strategies are preferences too.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -46,11 +46,16 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Group:
-    """Bundles that Ray reserves all at once, by one strategy: a placement group."""
+    """Bundles that Ray reserves all at once, by one strategy: a placement group. Its name is that of its role, or
+    `<role>-<index>` where one replica has it to itself."""
 
     name: str
     strategy: Strategy
     bundles: tuple[Bundle, ...]
+
+    @property
+    def role(self) -> str:
+        return self.name.partition("-")[0]
 
 
 Places = tuple[tuple[int | None, ...], ...]
@@ -68,7 +73,11 @@ def fit(groups: Sequence[Group], shape: ClusterShape) -> Places:
 
 
 def _fit_by_strategy(groups: Sequence[Group], free: _Free) -> Places:
-    return tuple((_pack if group.strategy == "PACK" else _spread)(group.bundles, free) for group in groups)
+    here: defaultdict[str, Counter[int]] = defaultdict(Counter)  # Ray takes the emptiest node for a group of one bundle
+    return tuple(
+        _pack(group.bundles, free) if group.strategy == "PACK" else _spread(group.bundles, free, here[group.role])
+        for group in groups
+    )
 
 
 def _pack(bundles: Sequence[Bundle], free: _Free) -> tuple[int | None, ...]:
@@ -87,9 +96,9 @@ def _pack(bundles: Sequence[Bundle], free: _Free) -> tuple[int | None, ...]:
     return tuple(places.get(i) for i in range(len(bundles)))
 
 
-def _spread(bundles: Sequence[Bundle], free: _Free) -> tuple[int | None, ...]:
+def _spread(bundles: Sequence[Bundle], free: _Free, here: Counter[int]) -> tuple[int | None, ...]:
+    """`here` counts the role's bundles by node."""
     places: list[int | None] = []
-    here: Counter[int] = Counter()
     for bundle in bundles:
         nodes = [node for node in free.different_nodes(here) if free.holds(bundle, node)]
         node = min(nodes, key=lambda n: (here[n], n not in free.used, free.gpus(n), -free.cpus(n)), default=None)

@@ -5,10 +5,10 @@
     Shape ───┘                   └─────▶ shortages, notes
 
 One bundle holds one actor; in the colocated layout a rank and an engine share a bundle and its GPU. A bundle lies on
-one node, so a tensor-parallel engine is never split. The bundles of a role make a group with a strategy: ranks and
-engines are packed on few nodes, workers are spread over many. A replica that may leave again (`min_replicas`) is a
-group of its own. The whole run asks for at most `placement.num_cpus` logical CPUs, shared out as fractions: actors that
-wait most of the time need no core each, and two runs fit on two CPUs. The driver itself asks for none.
+one node, so a tensor-parallel engine is never split. The bundles of a role make a group with a strategy: ranks are
+packed on few nodes, all others are spread over many. A replica that may leave again is a group of its own, which goes
+with it. The whole run asks for at most `placement.num_cpus` logical CPUs, shared out as fractions: actors that wait
+most of the time need no core each, and two runs fit on two CPUs. The driver itself asks for none.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ reserved in this order."""
 
 STRATEGIES: Mapping[str, Strategy] = {
     "policy": "PACK",  # ranks exchange gradients: few nodes
-    "rollout": "PACK",  # whole nodes stay free for others, or go back to the autoscaler
+    "rollout": "SPREAD",  # one by one, so Ray takes the emptiest node for each; on a rank's GPU with the rank
     "retrieval": "SPREAD",
     "reward": "SPREAD",
     "reward_model": "SPREAD",
@@ -49,6 +49,8 @@ STRATEGIES: Mapping[str, Strategy] = {
 
 TRAINING_ROLES = ("policy", "batch_executor")
 """Roles that a run without training leaves out."""
+
+ELASTIC = "those that join ask for the same, beyond this plan"
 
 SECTIONS = {"batch_executor": "policy", "agent_loop": "agent", "reward_model": "reward"}
 """Where `placement.labels` names a role by another word."""
@@ -222,8 +224,8 @@ def _labels_of(config: Config, role: str) -> Mapping[str, str]:
 def _groups(roles: Sequence[Role], config: Config) -> tuple[Group, ...]:
     """A group a role, in the order of roles. The executor goes with the ranks; a colocated engine into a rank's bundle.
 
-    Example: 2 ranks, 3 engines of which 1 always stays, 1 worker, disaggregated: groups `policy` (2 ranks, executor),
-    `rollout` (engine 0), `rollout-1`, `rollout-2`, `agent_loop`.
+    Example: 2 ranks, 2 engines, 1 worker, disaggregated: groups `policy` (2 ranks, executor), `rollout-0`, `rollout-1`,
+    `agent_loop`.
     """
     colocated = config.placement.layout == "colocated"
     groups: dict[str, dict[tuple[str, int], list[tuple[Role, int]]]] = {}
@@ -232,7 +234,7 @@ def _groups(roles: Sequence[Role], config: Config) -> tuple[Group, ...]:
             # engines beyond the ranks keep a bundle of their own (and are refused)
             joins = colocated and role.name == "rollout" and index < roles[0].count and roles[0].name == "policy"
             home = "policy" if joins or role.name == "batch_executor" else role.name
-            name = own_group(home, index) if not joins and may_leave(config, role.name, index) else home
+            name = own_group(home, index) if not joins and may_leave(config, role.name) else home
             bundle = ("policy", index) if joins else (role.name, index)
             groups.setdefault(name, {}).setdefault(bundle, []).append((role, index))
     return tuple(
@@ -246,12 +248,13 @@ def own_group(role: str, index: int) -> str:
     return f"{role}-{index}"
 
 
-def may_leave(config: Config, role: str, index: int) -> bool:
-    """Whether the elastic pool may give this replica back while the run goes on: its node must become free then."""
-    rollout = config.rollout
-    if role != "rollout" or config.placement.layout == "colocated" or rollout.min_replicas == rollout.max_replicas:
-        return False
-    return index >= max(1, rollout.min_replicas)
+def may_leave(config: Config, role: str) -> bool:
+    """Whether replicas of a role come and go while the run goes on: what one had must become free for others then.
+
+    Engines leave a node that is about to go even where the pool is fixed, and another comes in the place of each.
+    """
+    pools = {"rollout": config.placement.layout != "colocated", "retrieval": config.retrieval.is_elastic}
+    return pools.get(role, False)
 
 
 def _bundle(tenants: Sequence[tuple[Role, int]]) -> Bundle:
@@ -413,10 +416,11 @@ def _notes(config: Config, plan: Plan, model: ModelShape | None) -> tuple[str, .
         notes.append("colocated: memory scoring waits for generation to end (memory_reward.streaming has no effect)")
     if plan.layout == "cpu":
         notes.append("vLLM on CPU cannot sleep: engine and policy hold their memory during the whole run")
-    elastic = [i for i in range(config.rollout.max_replicas) if may_leave(config, "rollout", i)]
-    if elastic:
-        notes.append(f"elastic: {config.rollout.min_replicas} to {config.rollout.max_replicas} engines; from "
-                     f"rollout[{elastic[0]}] on each has a group of its own, so its node can be freed")  # fmt: skip
+    rollout, retrieval = config.rollout, config.retrieval
+    if rollout.min_replicas < rollout.max_replicas and may_leave(config, "rollout"):
+        notes.append(f"elastic: {rollout.min_replicas} to {rollout.max_replicas} engines; {ELASTIC}")
+    if retrieval.is_elastic:
+        notes.append("elastic: {} to {} retrieval replicas; {}".format(*retrieval.bounds, ELASTIC))
     memory_gb = plan.shape.memory_gb
     if memory_gb and plan.host_gb > memory_gb:
         notes.append(f"about {plan.host_gb:.1f} GB of host memory estimated, the nodes have {memory_gb:.1f} GB: lower "

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mempo_ray.errors import PlacementError
 from mempo_ray.placement.fit import Bundle, Group
-from mempo_ray.placement.plan import Plan, describe, few, own_group, who
+from mempo_ray.placement.plan import STRATEGIES, Plan, describe, few, own_group, who
 from mempo_ray.placement.ray_state import OURS, free_shape, held_by
 
 log = logging.getLogger(__name__)
@@ -46,12 +46,14 @@ class Reservation:
         """Ray options of one actor of a role: its CPUs, GPUs, and its bundle.
 
         A replica of an elastic role that the plan does not hold, or whose group was given back, gets the same without
-        a bundle: Ray, or its autoscaler, finds a node for it. Raises KeyError for a role that is not in the plan.
+        a bundle: Ray, or its autoscaler, finds a node for it, away from the others where the role is spread. Raises
+        KeyError for a role that is not in the plan.
         """
         planned = self.plan.role(role)
         options: dict[str, object] = {"num_cpus": planned.cpus, "num_gpus": planned.gpus}
         if index >= planned.count or (home := self._home(role, index))[0].name not in self.groups:
-            return options | ({"label_selector": dict(planned.labels)} if planned.labels else {})
+            spread = {"scheduling_strategy": "SPREAD"} if STRATEGIES[role] == "SPREAD" else {}
+            return options | spread | ({"label_selector": dict(planned.labels)} if planned.labels else {})
         group, bundle = home
         return options | {"scheduling_strategy": PlacementGroupSchedulingStrategy(self.groups[group.name], bundle)}
 

@@ -32,7 +32,8 @@ HOMES = {
     "memory_reward": {"memory_reward.py", "experience.py"},
     "placement": {"plan.py", "memory.py", "cluster.py", "fleet.py", "preflight.py"},
     "policy": {"rank.py", "policy.py", "model.py", "sharding.py", "step.py"},
-    "retrieval": {"retrieval.py", "search.py"},
+    "retrieval": {"retrieval.py", "search.py", "schema.py"},
+    "retrieval.scaling": {"elastic.py"},
     "reward": {
         "reward.py",
         "naive.py",

@@ -109,7 +109,7 @@ async def test_cpu_only_ranks_are_packed_and_workers_go_around():
     reservation = await reserve(plan, 60)
     places, words = landed(reservation), planned(plan)
     reservation.release()
-    for role in ("policy", "rollout", "retrieval", "reward", "agent_loop"):
+    for role in ("policy", "retrieval", "reward", "agent_loop"):  # engines are apart: Ray takes what is emptiest then
         assert spread(places, role) == spread(words, role)
     assert places["policy", 0] == places["policy", 1] == places["batch_executor", 0]
 

@@ -112,10 +112,10 @@ async def test_two_reservations_that_hold_half_each_do_not_wait_for_each_other_f
 
 
 async def test_a_replica_of_its_own_group_is_given_back_and_may_come_again_without_one():
-    pool = {"rollout": {"replicas": 2, "min_replicas": 1, "max_replicas": 3}}
+    pool = {"rollout": {"replicas": 2, "min_replicas": 2, "max_replicas": 2}}
     reservation = await reserve(plan_of(**pool), 30)
     before = ray.available_resources()["CPU"]
-    assert not reservation.give_back("rollout", 0)  # always stays
+    assert not reservation.give_back("policy", 0)  # shares a group
     assert reservation.give_back("rollout", 1)
     assert not reservation.give_back("rollout", 1)
     assert not reservation.give_back("rollout", 2)  # was never reserved
@@ -126,6 +126,7 @@ async def test_a_replica_of_its_own_group_is_given_back_and_may_come_again_witho
         assert reservation.options("rollout", index) == {
             "num_cpus": reservation.plan.role("rollout").cpus,
             "num_gpus": 0,
+            "scheduling_strategy": "SPREAD",
         }
     reservation.release()
 

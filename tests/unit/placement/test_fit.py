@@ -103,6 +103,11 @@ def test_spread_goes_around_and_pack_stays_together():
     assert len(set(packed)) == 1
 
 
+def test_groups_of_one_replica_are_spread_like_one_group():
+    groups = [Group(f"rollout-{i}", "SPREAD", (worker(i),)) for i in range(3)]
+    assert sorted(node for (node,) in fit(groups, CPU_NODES)) == [0, 1, 2]
+
+
 def test_workers_leave_gpus_to_those_who_need_them():
     shape = ClusterShape((Node(cpus=4, gpus=4), Node(cpus=4)))
     assert fit([Group("w", "SPREAD", (worker(0),)), Group("p", "PACK", (worker(1),))], shape) == ((1,), (1,))

@@ -5,7 +5,7 @@ import pytest
 from mempo_ray.config.load import build
 from mempo_ray.config.models import KNOWN, ModelShape
 from mempo_ray.errors import ConfigError, PlacementError
-from mempo_ray.placement.plan import make_plan, may_leave
+from mempo_ray.placement.plan import Plan, make_plan, may_leave
 from mempo_ray.placement.shape import ClusterShape, Node
 
 LAPTOP = ClusterShape((Node(cpus=2, memory_gb=16),))
@@ -47,10 +47,10 @@ def test_every_actor_has_one_bundle():
                        ("agent_loop", 0)]  # fmt: skip
 
 
-def test_ranks_and_engines_are_packed_and_workers_are_spread():
+def test_ranks_are_packed_and_all_others_are_spread():
     plan = make_plan(config("disaggregated"), GPU_BOX)
     strategies = {role.name: plan.groups[plan.find(role.name, 0)[0]].strategy for role in plan.roles}
-    assert strategies == {"policy": "PACK", "batch_executor": "PACK", "rollout": "PACK", "retrieval": "SPREAD",
+    assert strategies == {"policy": "PACK", "batch_executor": "PACK", "rollout": "SPREAD", "retrieval": "SPREAD",
                           "reward": "SPREAD", "agent_loop": "SPREAD"}  # fmt: skip
 
 
@@ -60,17 +60,31 @@ def test_the_executor_is_reserved_with_its_ranks_and_each_other_role_apart():
     assert len({plan.find(role, 0)[0] for role in ("policy", "rollout", "retrieval", "reward", "agent_loop")}) == 5
 
 
-def test_a_replica_that_may_leave_has_a_group_of_its_own():
-    sections = {"rollout": {"replicas": 3, "min_replicas": 2, "max_replicas": 4}}
+def groups_of(plan: Plan, role: str) -> list[str]:
+    return [group.name for group in plan.groups if any(bundle.tenants[0][0] == role for bundle in group.bundles)]
+
+
+@pytest.mark.parametrize("least", [1, 3])
+def test_an_engine_has_a_group_of_its_own_in_a_fixed_pool_too_for_its_node_may_go(least):
+    sections = {"rollout": {"replicas": 3, "min_replicas": least, "max_replicas": 3}}
     plan = make_plan(build(sections), LAPTOP)
-    assert [group.name for group in plan.groups if group.name.startswith("rollout")] == ["rollout", "rollout-2"]
-    assert plan.find("rollout", 0)[0] == plan.find("rollout", 1)[0] != plan.find("rollout", 2)[0]
-    assert "elastic: 2 to 4 engines; from rollout[2] on" in plan.table()
+    assert groups_of(plan, "rollout") == ["rollout-0", "rollout-1", "rollout-2"]
+    assert ("elastic: 1 to 3 engines" in plan.table()) == (least == 1)
 
 
-def test_a_fixed_pool_and_a_colocated_one_lose_no_replica():
-    fixed = build({"rollout": {"replicas": 3, "min_replicas": 3, "max_replicas": 3}})
-    assert not any(may_leave(pool, "rollout", 2) for pool in (fixed, config("colocated")))
+@pytest.mark.parametrize(
+    ("most", "groups"), [(0, ["retrieval"]), (2, ["retrieval"]), (4, ["retrieval-0", "retrieval-1"])]
+)
+def test_a_retrieval_replica_that_may_leave_has_a_group_of_its_own(most, groups):
+    plan = make_plan(build({"retrieval": {"replicas": 2, "max_replicas": most}}), LAPTOP)
+    assert groups_of(plan, "retrieval") == groups
+    assert ("elastic: 2 to 4 retrieval replicas" in plan.table()) == (most == 4)
+
+
+def test_an_engine_on_a_rank_s_gpu_and_a_pool_that_is_not_needed_stay_as_they_are():
+    assert not may_leave(config("colocated"), "rollout")
+    replay = build({"retrieval": {"max_replicas": 2, "mode": "replay", "record": "searches.arrow"}})
+    assert not may_leave(replay, "retrieval")
 
 
 @pytest.mark.parametrize(("layout", "gpus", "bundles"), [("cpu", 0, 12), ("disaggregated", 8, 12), ("colocated", 4, 8)])
