@@ -28,6 +28,9 @@ PROCESS_GB = {
 ESTIMATED = ("activations", "logits", "working copies", "export", "allocator")
 """Terms that come and go with a micro-batch; they are noted, and only the others can be found short."""
 
+SLEEPING_GB = 1.5
+"""What a sleeping vLLM engine keeps of its GPU: context, graphs, workspaces outside its pool. Not measured here."""
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -43,6 +46,15 @@ class Estimate:
     @property
     def sure_gpu_gb(self) -> float:
         return _sure(self.gpu)
+
+    @property
+    def gpu_gb(self) -> float:
+        return sum(self.gpu.values())
+
+    @property
+    def resting_gpu_gb(self) -> float:
+        """Of a rank between two updates: its gradients are gone."""
+        return self.sure_gpu_gb - self.gpu.get("gradients", 0.0)
 
 
 def estimate(role: str, config: Config, model: ModelShape | None, gpu_memory_gb: float) -> Estimate:
@@ -76,13 +88,15 @@ def _policy(config: Config, model: ModelShape | None, _: float) -> tuple[Terms, 
 
 
 def _rollout(config: Config, model: ModelShape | None, gpu_memory_gb: float) -> tuple[Terms, Terms]:
-    """vLLM takes its share of a GPU at once: what the weights leave of it is KV cache."""
+    """vLLM takes its share of a GPU at once: what the weights leave of it is KV cache. Asleep, while a rank on the same
+    GPU updates, it keeps its weights in host memory."""
     rollout = config.rollout
     weights = 0.0 if model is None else _width(rollout.dtype) * model.num_params / GB
     if config.placement.layout == "cpu":
         return {"weights": weights, "KV cache": rollout.kv_cache_gb * 2**30 / GB}, {}
     reserved = rollout.gpu_memory_utilization * gpu_memory_gb * rollout.tensor_parallel
-    return {}, {"weights": weights, "KV cache": reserved - weights}
+    asleep = {"sleeping weights": weights} if config.placement.layout == "colocated" else {}
+    return asleep, {"weights": weights, "KV cache": reserved - weights}
 
 
 def _reward_model(config: Config, *_: object) -> tuple[Terms, Terms]:

@@ -23,7 +23,7 @@ from mempo_ray.config.models import ModelShape
 from mempo_ray.config.schema import Config
 from mempo_ray.errors import PlacementError
 from mempo_ray.placement.fit import Bundle, Group, Places, Strategy, fit, holds_alone
-from mempo_ray.placement.memory import Estimate, estimate
+from mempo_ray.placement.memory import SLEEPING_GB, Estimate, estimate
 from mempo_ray.placement.shape import ClusterShape, ClusterView, Node
 
 CPU_WEIGHTS = {
@@ -172,11 +172,12 @@ def make_plan(
     roles = []
     for name in names:
         labels = _labels_of(config, name)
-        memory = estimate(name, config, model, min(shape.gpu_sizes_gb(labels), default=0))
-        roles.append(Role(name, counts[name], cpus[name], gpus[name], labels, memory))
+        roles.append(Role(name, counts[name], cpus[name], gpus[name], labels, estimate(name, config, model, 0)))
     groups = _groups(roles, config)
     store_gb = config.placement.object_store_gb
     plan = Plan(config.placement.layout, shape, tuple(roles), groups, store_gb, fit(groups, shape))
+    estimates = {role.name: estimate(role.name, config, model, _gpu_gb(plan, role)) for role in roles}
+    plan = replace(plan, roles=tuple(replace(role, memory=estimates[role.name]) for role in roles))
     shortages = (*_contradictions(config), *_missing(plan, config))
     return replace(plan, shortages=shortages, notes=_notes(config, plan, model))
 
@@ -389,6 +390,29 @@ def _gpu_memory_short(plan: Plan, config: Config) -> Iterator[str]:
             remedy = "Raise policy.ranks, or set policy.cpu_offload=true." if is_policy else "Use device=cpu."
         if needs > has:
             yield f"{role.name}: about {needs:.1f} GB in GPU memory, where {has:.1f} GB are to be had. {remedy}"
+    if (shared := _sharers(plan)) is not None:
+        rank, engine = shared
+        gpu_gb = max(plan.shape.gpu_sizes_gb({**rank.labels, **engine.labels}), default=math.inf)
+        rests, share = rank.memory.resting_gpu_gb, config.rollout.gpu_memory_utilization
+        most = max(0, math.floor(100 * (1 - rests / gpu_gb)) / 100)
+        if share > most:
+            lower = f"Lower it to {most:g}" if most * gpu_gb > engine.memory.gpu["weights"] else "Raise policy.ranks"
+            yield (f"policy and rollout on one GPU: of its {gpu_gb:.1f} GB a rank keeps about {rests:.1f} GB while "
+                   f"rollout.gpu_memory_utilization={share:g} takes {share * gpu_gb:.1f} GB. {lower}, or set "
+                   "policy.cpu_offload=true.")  # fmt: skip
+
+
+def _sharers(plan: Plan) -> tuple[Role, Role] | None:
+    """The rank and the engine that share a GPU, where the model is known."""
+    roles = {role.name: role for role in plan.roles if role.memory.gpu.get("weights")}
+    shares = plan.layout == "colocated" and {"policy", "rollout"} <= roles.keys()
+    return (roles["policy"], roles["rollout"]) if shares else None
+
+
+def _gpu_gb(plan: Plan, role: Role) -> float:
+    """Memory of the smallest GPU where a role lies; where it lies nowhere, of those with its labels. 0: unknown."""
+    nodes = [node for i in range(role.count) if (node := plan.node_of(role.name, i)) is not None]
+    return min(ClusterShape(tuple(nodes) or plan.shape.nodes).gpu_sizes_gb(role.labels), default=0.0)
 
 
 def _unplaced(plan: Plan) -> list[str]:
@@ -425,9 +449,17 @@ def _notes(config: Config, plan: Plan, model: ModelShape | None) -> tuple[str, .
     if memory_gb and plan.host_gb > memory_gb:
         notes.append(f"about {plan.host_gb:.1f} GB of host memory estimated, the nodes have {memory_gb:.1f} GB: lower "
                      "policy.micro_batch_tokens, rollout.kv_cache_gb or placement.object_store_gb")  # fmt: skip
+    shared = _sharers(plan)
+    if shared is not None:
+        rank, engine = (role.memory for role in shared)
+        notes.append(f"colocated: of a GPU a rank has about {rank.resting_gpu_gb:.1f} GB while its engine has "
+                     f"{engine.gpu_gb:.1f} GB, and {rank.gpu_gb:.1f} GB in an update, beside {SLEEPING_GB:g} GB that a "
+                     "sleeping engine keeps")  # fmt: skip
     for role in plan.roles:
-        need, gpu_gb = sum(role.memory.gpu.values()), min(plan.shape.gpu_sizes_gb(role.labels), default=math.inf)
-        if need > gpu_gb * max(1, role.gpus):
+        need, gpu_gb = role.memory.gpu_gb, _gpu_gb(plan, role)
+        if shared is not None and role.name == "policy":
+            need += SLEEPING_GB
+        if 0 < gpu_gb * max(1, role.gpus) < need:
             notes.append(f"{role.name}: about {need:.0f} GB of GPU memory estimated, a GPU has {gpu_gb:.0f} GB")
     return tuple(notes)
 

@@ -5,6 +5,7 @@ import pytest
 from mempo_ray.config.load import build
 from mempo_ray.config.models import KNOWN, ModelShape
 from mempo_ray.errors import ConfigError, PlacementError
+from mempo_ray.placement.memory import SLEEPING_GB
 from mempo_ray.placement.plan import Plan, make_plan, may_leave
 from mempo_ray.placement.shape import ClusterShape, Node
 
@@ -230,6 +231,54 @@ def test_an_engine_whose_weights_are_larger_than_its_share_of_a_gpu_is_short():
     sections = {"policy": {"device": "cuda", "ranks": 7}, "placement": {"layout": "disaggregated"}}
     words = make_plan(build(sections), small, KNOWN["Qwen2.5-7B"]).shortages
     assert any("rollout: about 15.2 GB in GPU memory, where 13.6 GB" in sentence for sentence in words)
+
+
+def test_gpus_that_a_role_does_not_land_on_are_no_measure_for_it():
+    """As in configs/cluster/aws.yaml: large GPUs for ranks, smaller ones for engines."""
+    nodes = (Node(cpus=64, gpus=8, gpu_memory_gb=80, name="large"), *(Node(cpus=16, gpus=1, gpu_memory_gb=48),) * 4)
+    policy = {"device": "cuda", "ranks": 8, "dtype": "bfloat16", "micro_batch_tokens": 16384}
+    sections = {
+        "policy": {**policy, "activation_checkpointing": True},
+        "rollout": {"replicas": 4, "max_replicas": 4},
+        "placement": {"layout": "disaggregated"},
+    }
+    plan = make_plan(build(sections), ClusterShape(nodes), KNOWN["Qwen2.5-7B"]).require()
+    assert {plan.node_of("policy", i).name for i in range(8)} == {"large"}
+    assert plan.role("policy").memory.gpu_gb > 48
+    assert not any("of GPU memory estimated" in note for note in plan.notes)
+    assert plan.role("rollout").memory.gpu_gb == pytest.approx(0.85 * 48)
+
+
+def colocated_7b(gpu_gb: float, share: float, ranks: int = 4, **policy) -> Plan:
+    sections = {
+        "policy": {"device": "cuda", "ranks": ranks, "dtype": "bfloat16", **policy},
+        "rollout": {"replicas": ranks, "max_replicas": ranks, "gpu_memory_utilization": share},
+        "placement": {"layout": "colocated"},
+    }
+    shape = ClusterShape((Node(cpus=64, gpus=8, memory_gb=2000, gpu_memory_gb=gpu_gb),))
+    return make_plan(build(sections), shape, KNOWN["Qwen2.5-7B"])
+
+
+def test_a_rank_and_an_engine_that_no_gpu_holds_together_are_short_with_the_share_that_fits():
+    (words,) = colocated_7b(80, 0.85).shortages
+    rests = 7.616e9 * (4 + 8 + 2) / 4 / 1e9  # weights, moments, reference; gradients are gone
+    assert f"a rank keeps about {rests:.1f} GB while rollout.gpu_memory_utilization=0.85 takes 68.0 GB" in words
+    assert "Lower it to 0.66, or set policy.cpu_offload=true" in words
+    assert not colocated_7b(80, 0.66).shortages
+    assert not colocated_7b(80, 0.85, cpu_offload=True).shortages
+
+
+def test_where_no_share_leaves_room_for_the_engine_s_weights_more_ranks_are_asked_for():
+    assert any("takes 34.0 GB. Raise policy.ranks" in words for words in colocated_7b(40, 0.85).shortages)
+
+
+def test_the_note_of_a_shared_gpu_adds_what_each_side_has_and_a_sleeping_engine_keeps():
+    plan = colocated_7b(80, 0.6)
+    assert any("a rank has about 26.7 GB while its engine has 48.0 GB" in note for note in plan.notes)
+    assert plan.role("rollout").memory.host["sleeping weights"] == pytest.approx(15.2, rel=0.01)
+    need = plan.role("policy").memory.gpu_gb + SLEEPING_GB
+    assert not any("of GPU memory estimated" in note for note in colocated_7b(need + 1, 0.3).notes)
+    assert any(f"about {need:.0f} GB of GPU memory" in note for note in colocated_7b(need - 1, 0.3).notes)
 
 
 def test_more_memory_than_the_nodes_have_is_noted():
