@@ -20,6 +20,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, sto
 
 from mempo_ray.contracts import Passage
 from mempo_ray.errors import ConfigError, DeadlineExceeded, ToolFailed
+from mempo_ray.retry_after import retry_after_s
 
 ATTEMPTS = 4
 LONGEST_WAIT_S = 10.0
@@ -58,12 +59,12 @@ class HttpSearch:
         """Replies that were none, since the start."""
 
     async def __call__(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
-        """An empty query finds nothing, and is not sent.
+        """A query that is empty or no text finds nothing, and is not sent.
 
         Raises:
             ToolFailed, DeadlineExceeded, ConfigError: see the table above.
         """
-        asked = [query for query in queries if query.strip()]
+        asked = [query for query in queries if _can_be_sent(query)]
         if not asked:
             return [[] for _ in queries]
         try:
@@ -72,7 +73,7 @@ class HttpSearch:
         except TimeoutError:
             self.num_failures += 1
             raise DeadlineExceeded(f"retrieval.url: {self._url} did not answer within {self._deadline_s:g} s") from None
-        return [next(found) if query.strip() else [] for query in queries]
+        return [next(found) if _can_be_sent(query) else [] for query in queries]
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -105,7 +106,8 @@ class HttpSearch:
         status = response.status_code
         said = f"retrieval.url: {self._url} answered {status}: {response.text[:200]!r}"
         if status in TRY_AGAIN or status >= 500:
-            raise _TryAgain(said, _retry_after_s(response))
+            asked_s = retry_after_s(response.headers.get("Retry-After", ""))
+            raise _TryAgain(said, min(asked_s or 0.0, LONGEST_WAIT_S))
         if status in WRONG_ADDRESS:
             raise ConfigError(f"{said}; give the address that takes queries, such as http://host:8000/retrieve")
         if status != 200:
@@ -114,6 +116,11 @@ class HttpSearch:
             return parse_reply(response.json(), len(queries))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ToolFailed(f"{said} is no reply of a retrieval server: {error!r}") from error
+
+
+def _can_be_sent(query: str) -> bool:
+    """Half of a UTF-16 pair has no form in UTF-8."""
+    return bool(query.strip()) and not any("\ud800" <= letter <= "\udfff" for letter in query)
 
 
 def parse_reply(reply: Any, num_queries: int) -> list[list[Passage]]:
@@ -142,12 +149,6 @@ def _passage(hit: dict[str, Any]) -> Passage:
         title, _, text = document["contents"].partition("\n")
         title = title.strip().strip('"')
     return Passage(str(document.get("id", "")), title, text, score)
-
-
-def _retry_after_s(response: httpx.Response) -> float:
-    """Seconds of the header; a date, or nothing, is 0."""
-    value = response.headers.get("Retry-After", "")
-    return min(float(value), LONGEST_WAIT_S) if value.isdecimal() else 0.0
 
 
 _random_wait_s = wait_random_exponential(multiplier=0.1, max=LONGEST_WAIT_S)

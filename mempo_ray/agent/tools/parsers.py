@@ -79,6 +79,7 @@ class HermesParser:
 def _object(text: str) -> dict[str, Any] | None:
     try:
         value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # JSON may escape half of a UTF-16 pair, which is no text
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

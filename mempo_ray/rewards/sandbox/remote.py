@@ -20,7 +20,7 @@ import httpx
 
 from mempo_ray.config.schema import Sandbox
 from mempo_ray.errors import DeadlineExceeded, InfrastructureError
-from mempo_ray.rewards.retry_after import retry_after_s
+from mempo_ray.retry_after import retry_after_s
 from mempo_ray.rewards.sandbox.local import classify
 from mempo_ray.rewards.sandbox.outcome import Limits, Outcome, Status
 

@@ -25,8 +25,8 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, sto
 from mempo_ray.config.schema import Judge
 from mempo_ray.contracts import Score, Scored, Unscored
 from mempo_ray.errors import ConfigError, DeadlineExceeded, InfrastructureError
+from mempo_ray.retry_after import retry_after_s
 from mempo_ray.rewards.contract import Response
-from mempo_ray.rewards.retry_after import retry_after_s
 from mempo_ray.rewards.styles.limits import Limiter
 
 MAX_REPLY_BYTES = 1_000_000

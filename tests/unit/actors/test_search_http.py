@@ -1,12 +1,14 @@
 """The client of somebody else's retrieval server, against a server that misbehaves as told."""
 
 import asyncio
+import datetime
+import email.utils
 import json
 
 import httpx
 import pytest
 
-from mempo_ray.actors.search_http import ATTEMPTS, HttpSearch, parse_reply
+from mempo_ray.actors.search_http import ATTEMPTS, LONGEST_WAIT_S, HttpSearch, parse_reply
 from mempo_ray.contracts import Passage
 from mempo_ray.errors import ConfigError, DeadlineExceeded, ToolFailed
 
@@ -41,9 +43,9 @@ def good() -> httpx.Response:
     return httpx.Response(200, json=GOOD)
 
 
-async def test_it_asks_in_search_r1_s_form_and_does_not_send_empty_queries():
+async def test_it_asks_in_search_r1_s_form_and_does_not_send_what_is_no_query():
     server = Server(good())
-    assert await server.search(["", "mentor Boko", " \n"], 3) == [[], FOUND[0], []]
+    assert await server.search(["", "mentor Boko", " \n", "half a pair \ud83d"], 3) == [[], FOUND[0], [], []]
     assert server.bodies == [{"queries": ["mentor Boko"], "topk": 3, "return_scores": True}]
     assert await server.search([" "], 3) == [[]]
     assert len(server.bodies) == 1
@@ -68,10 +70,12 @@ async def test_after_four_tries_it_gives_up_with_the_last_reason():
     assert len(server.bodies) == ATTEMPTS
 
 
-async def test_it_waits_as_long_as_the_server_asks():
-    server = Server(httpx.Response(503, headers={"Retry-After": "3"}), good())
-    await server.search(["mentor Boko"], 3)
-    assert server.waits[0] >= 3
+async def test_it_waits_as_long_as_the_server_asks_in_seconds_or_by_a_date_up_to_a_limit():
+    far = email.utils.format_datetime(datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=1), usegmt=True)
+    for asked, waits_s in (("3", 3), ("3600", LONGEST_WAIT_S), (far, LONGEST_WAIT_S), ("soon", 0)):
+        server = Server(httpx.Response(503, headers={"Retry-After": asked}), good())
+        await server.search(["mentor Boko"], 3)
+        assert waits_s <= server.waits[0] <= max(waits_s, 0.1)
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 405])

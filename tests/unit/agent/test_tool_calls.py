@@ -46,6 +46,12 @@ def hermes(json):
         ("hermes", hermes('{"name": "search", "arguments": "x"}'), None),
         ("hermes", hermes("search x"), None),
         ("hermes", hermes("[1]"), None),
+        ("hermes", hermes(r'{"name": "search", "arguments": {"query": "\ud83d"}}'), None),
+        (
+            "hermes",
+            hermes(r'{"name": "search", "arguments": {"query": "\ud83d\ude00"}}'),
+            ToolCall("search", {"query": "😀"}),
+        ),
         ("hermes", f"{OPENING}<search>x</search>", None),
     ],
 )

@@ -1,4 +1,4 @@
-"""HTTP's Retry-After (RFC 9110, 10.2.3), which judges and sandboxes answer when they are busy."""
+"""HTTP's Retry-After (RFC 9110, 10.2.3), which judges, sandboxes and retrieval servers answer when they are busy."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import email.utils
 
 import pytest
 
-from mempo_ray.rewards.retry_after import retry_after_s
+from mempo_ray.retry_after import retry_after_s
 
 
 @pytest.mark.parametrize(
