@@ -10,13 +10,16 @@ from collections.abc import Iterator
 
 import pytest
 import ray
+from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
+from ray.core.generated.autoscaler_pb2 import ClusterConfig
 from ray.util.placement_group import placement_group_table
 
 from mempo_ray.config.load import build
 from mempo_ray.placement.plan import Plan, make_plan
-from mempo_ray.placement.ray_state import largest_shape
+from mempo_ray.placement.ray_state import NODE_GROUP, largest_shape
 from mempo_ray.placement.reserve import Reservation, reserve
+from mempo_ray.placement.shape import MAX_NODES
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +27,7 @@ SPOT, SURE = {"ray.io/market-type": "spot"}, {"ray.io/market-type": "on-demand"}
 NODES = {
     "head": {"num_cpus": 4, "num_gpus": 0, "labels": SURE},
     "sure": {"num_cpus": 4, "num_gpus": 4, "labels": SURE},
-    "spot": {"num_cpus": 4, "num_gpus": 4, "labels": SPOT},
+    "spot": {"num_cpus": 4, "num_gpus": 4, "labels": {**SPOT, NODE_GROUP: "spot"}},
 }
 WORKERS = {"reward": {"workers": 3}, "agent": {"workers": 3}, "retrieval": {"replicas": 2}}
 
@@ -134,3 +137,22 @@ async def test_an_elastic_replica_without_a_bundle_still_lands_on_a_node_with_it
     assert next(info["NodeName"] for info in ray.nodes() if info["NodeID"] == node) == "spot"
     ray.kill(later)
     reservation.release()
+
+
+def test_node_types_that_an_autoscaler_has_told_the_cluster_of_are_the_largest_shape():
+    """Last: the cluster remembers them. Labels of a type are those of a node of it that is up, as nobody tells them."""
+    node_types = [
+        {"name": "spot", "max_count": 3, "resources": {"CPU": 8, "GPU": 2, "memory": 64 * 10**9}},
+        {"name": "new", "max_count": 1, "resources": {"CPU": 16, "GPU": 8, "accelerator_type:H100": 1}},
+        {"name": "any number", "max_count": -1, "resources": {"CPU": 2}},
+        {"name": "none", "max_count": 0, "resources": {"CPU": 1000}},
+    ]
+    told = ClusterConfig(node_group_configs=node_types).SerializeToString()
+    GcsClient(address=ray.get_runtime_context().gcs_address).report_cluster_config(told)
+    shape = largest_shape("no/such/file.yaml")
+    assert shape.source == "the autoscaler's node types"
+    by_type = {name: [n for n in shape.nodes if n.name.startswith(name)] for name in ("spot", "new", "any", "none")}
+    assert {name: len(nodes) for name, nodes in by_type.items()} == {"spot": 3, "new": 1, "any": MAX_NODES, "none": 0}
+    spot, new = by_type["spot"][0], by_type["new"][0]
+    assert (spot.cpus, spot.gpus, spot.memory_gb, spot.has(SPOT)) == (8, 2, 64, True)
+    assert (new.gpus, new.gpu_memory_gb, new.has(SPOT)) == (8, 80, False)
