@@ -2,7 +2,7 @@
 
     mode     local                                  http
     live     SharedSearch(RetrievalPool)            SharedSearch(HttpSearch)
-    record   Recorder(SharedSearch(RetrievalPool))  Recorder(SharedSearch(HttpSearch))
+    record   SharedSearch(Recorder(RetrievalPool))  SharedSearch(Recorder(HttpSearch))
     replay   Replay, whatever the backend: neither index nor server is needed
 
 Each agent worker has a `SearchClient`, and so has the driver (cold start, probes).
@@ -10,7 +10,7 @@ Each agent worker has a `SearchClient`, and so has the driver (cold start, probe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ray.actor import ActorHandle
@@ -49,16 +49,20 @@ class SearchClient:
     def __init__(self, settings: Retrieval, deadline_s: float, record: Path | None = None) -> None:
         self._pool = RetrievalPool(deadline_s)
         self._http = HttpSearch(settings.url, deadline_s) if settings.backend == "http" else None
-        self._shared = SharedSearch(self._http or self._pool)
-        self._search: Search = self._shared
-        if settings.mode != "live":
+        asked: Search = self._http or self._pool
+        if settings.mode == "record":
             assert record is not None
-            self._search = Recorder(self._shared, record) if settings.mode == "record" else Replay(record)
+            asked = Recorder(asked, record)
+        self._shared = SharedSearch(asked)
+        self._search: Search = self._shared
+        if settings.mode == "replay":
+            assert record is not None
+            self._search = Replay(record)
         self._taken = self._totals()
 
-    def announce(self, actors: Sequence[ActorHandle]) -> None:
-        """The replicas that serve now; none where no index is needed."""
-        self._pool.announce(actors)
+    def announce(self, replicas: Mapping[str, ActorHandle]) -> None:
+        """The replicas that serve now, by name; none where no index is needed."""
+        self._pool.announce(replicas)
 
     async def __call__(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
         """Raises as the back-end does; see its file."""

@@ -38,36 +38,29 @@ def parts_of(record: Path) -> Path:
 
 
 class Recorder:
-    """`ports.Search` that writes down what another one found. Each (query, k) once; asked again, it is looked up."""
+    """`ports.Search` that writes down what another one found, and keeps none of it in memory.
+
+    `SharedSearch` stands before it, so that equal queries see the passages that were written. Where one is asked again
+    long after, it is written again; the merge keeps the first, and says so where the passages differ.
+    """
 
     def __init__(self, search: Search, record: Path) -> None:
         self._search, self._parts = search, parts_of(record)
-        self._written: dict[tuple[str, int], list[Passage]] = {}
         self._writer: pa.RecordBatchStreamWriter | None = None
 
     async def __call__(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
         """Raises as the other one; what failed is not recorded."""
-        new = [query for query in dict.fromkeys(queries) if (query, top_k) not in self._written]
-        if new:
-            found = await self._search(new, top_k)
-            self._write(dict(zip(new, found, strict=True)), top_k)
-        return [list(self._written[query, top_k]) for query in queries]
-
-    def _write(self, found: dict[str, list[Passage]], top_k: int) -> None:
-        """Equal queries side by side may both come here; the first stays, so that all see the same passages."""
-        new = {query: passages for query, passages in found.items() if (query, top_k) not in self._written}
-        if not new:
-            return
+        found = await self._search(queries, top_k)
         rows = [
             {"query": query, "top_k": top_k, "passages": [_row(passage) for passage in passages]}
-            for query, passages in new.items()
+            for query, passages in zip(queries, found, strict=True)
         ]
         if self._writer is None:
             self._parts.mkdir(parents=True, exist_ok=True)
             sink = pa.OSFile(str(self._parts / f"{uuid.uuid4().hex}.arrows"), "wb")  # unbuffered
             self._writer = pa.ipc.new_stream(sink, PART_SCHEMA)
         self._writer.write_batch(pa.RecordBatch.from_pylist(rows, PART_SCHEMA))
-        self._written |= {(query, top_k): passages for query, passages in new.items()}
+        return found
 
 
 class Replay:
@@ -147,7 +140,7 @@ def _read_part(part: Path) -> pa.Table:
 
 
 def _distinct(table: pa.Table) -> pa.Table:
-    """The first row of each (query, k). Processes may have found different passages; that is said, not hidden."""
+    """The first row of each (query, k). Others may hold different passages; that is said, not hidden."""
 
     def ids(row: int) -> list[str]:
         return [passage["id"] for passage in table["passages"][row].as_py()]
@@ -158,8 +151,8 @@ def _distinct(table: pa.Table) -> pa.Table:
         if (earlier := first.setdefault(key, row)) != row and ids(earlier) != ids(row):
             differing.append(key[0])
     if differing:
-        log.warning("retrieval.record: %d queries found different passages in two processes, such as %r; the replay "
-                    "gives the first", len(differing), differing[0])  # fmt: skip
+        log.warning("retrieval.record: %d queries found different passages when they were asked again, or by two "
+                    "processes, such as %r; the replay gives the first", len(differing), differing[0])  # fmt: skip
     return table.take(list(first.values()))
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from mempo_ray.actors.search import SearchClient, record_file
 from mempo_ray.actors.search_record import Recorder, Replay, merge_record, parts_of, read_record
+from mempo_ray.actors.search_shared import SharedSearch
 from mempo_ray.agent.episode import run_episode
 from mempo_ray.agent.prompt import Renderer
 from mempo_ray.agent.protocol import write_turn
@@ -65,7 +66,7 @@ async def test_a_query_that_is_not_in_the_record_is_an_error_that_names_it(recor
 async def test_a_search_asked_again_is_the_one_that_was_written(record):
     """So a record holds what every episode saw, though an index may round otherwise in another batch."""
     search = FakeSearch(FACTS)
-    recorder = Recorder(search, record)
+    recorder = SharedSearch(Recorder(search, record))
     first = await recorder(["mentor Boko", "mentor Boko"], 3)
     assert first == await recorder(["mentor Boko"] * 2, 3) == [FACTS["mentor Boko"]] * 2
     assert search.queries == ["mentor Boko"]
@@ -74,14 +75,11 @@ async def test_a_search_asked_again_is_the_one_that_was_written(record):
 
 async def test_equal_queries_side_by_side_see_the_same_passages(record):
     answers = [[Passage("a", "", "first")], [Passage("b", "", "second")]]
-    asked = asyncio.Barrier(2)
 
     async def other_each_time(queries, top_k):
-        mine = answers.pop()
-        await asked.wait()
-        return [mine]
+        return [answers.pop()]
 
-    recorder = Recorder(other_each_time, record)
+    recorder = SharedSearch(Recorder(other_each_time, record))
     one, two = await asyncio.gather(recorder(["q"], 1), recorder(["q"], 1))
     assert one == two == await Replay(record)(["q"], 1)
 
@@ -117,11 +115,24 @@ async def test_a_resumed_run_adds_to_the_record_and_its_index_has_its_own_name(r
         "mentor Boko": "index-1", "boss Sari": "index-2"}  # fmt: skip
 
 
+async def test_a_recorder_keeps_nothing_in_memory_and_its_record_the_first_of_what_it_wrote(record, caplog):
+    answers = [[Passage("a", "", "first")], [Passage("b", "", "second")]]
+
+    async def other_each_time(queries, top_k):
+        return [answers.pop(0)]
+
+    recorder = SharedSearch(Recorder(other_each_time, record), max_kept=0)
+    (first,), _ = await recorder(["q"], 1), await recorder(["q"], 1)
+    merge_record(record, "i")
+    assert await Replay(record)(["q"], 1) == [first]
+    assert "1 queries found different passages when they were asked again" in caplog.text
+
+
 async def test_processes_that_found_different_passages_are_reported(record, caplog):
     await Recorder(FakeSearch(FACTS), record)(["mentor Boko"], 3)
     await Recorder(FakeSearch({"mentor Boko": FACTS["boss Sari"]}), record)(["mentor Boko"], 3)
     merge_record(record, "i")
-    assert "1 queries found different passages in two processes, such as 'mentor Boko'" in caplog.text
+    assert "or by two processes, such as 'mentor Boko'" in caplog.text
     assert len(read_record(record)) == 1
 
 
@@ -164,7 +175,7 @@ async def test_a_replayed_episode_has_the_same_tool_tokens_in_every_turn(tmp_pat
             rollout=Rollout(),
         )
 
-    recorded = await play(Recorder(FakeSearch(FACTS), record))
+    recorded = await play(SharedSearch(Recorder(FakeSearch(FACTS), record)))
     merge_record(record, "i")
     replayed = await play(SearchClient(Retrieval(mode="replay", record=str(record)), 1.0, record))
     assert len(replayed.turns) == 4
