@@ -30,7 +30,7 @@ from mempo_ray.agent.tools import TOOLS, Services, Toolbox
 from mempo_ray.algo.registry import ADV_ESTIMATORS, MEMORY_REWARDS, POLICY_LOSSES
 from mempo_ray.config.load import resolved_yaml
 from mempo_ray.config.models import check_model_folder, read_model_shape
-from mempo_ray.config.schema import Config
+from mempo_ray.config.schema import WALL_FACTOR, Config
 from mempo_ray.contracts import Passage, Task
 from mempo_ray.data.oracle import plan_of
 from mempo_ray.data.tasks import read_tasks
@@ -179,12 +179,12 @@ def check_tools(config: Config) -> None:
     tools = Toolbox(config.agent, Services(_no_search, code_service(config.reward.sandbox)))
     if "python" in tools.names:
         check_sandbox(config)
-        timeout_s, run_s = tools.timeout_s("python"), config.reward.sandbox.run_s
-        if timeout_s <= run_s:
+        timeout_s, wall_s = tools.timeout_s("python"), WALL_FACTOR * config.reward.sandbox.run_s
+        if timeout_s <= wall_s:
             raise ConfigError(
-                f"agent.limits.search_s: a call of the python tool ends after {timeout_s:g} s, and its program may run "
-                f"for reward.sandbox.run_s={run_s:g} s: an endless one would look like a broken sandbox. Set run_s "
-                "lower, or search_s (in agent.tools_file: the tool's timeout_s) higher."
+                f"agent.limits.search_s: a call of the python tool ends after {timeout_s:g} s, and its program may "
+                f"last {wall_s:g} s ({WALL_FACTOR} · reward.sandbox.run_s): one that sleeps would look like a broken "
+                "sandbox. Set run_s lower, or search_s (in agent.tools_file: the tool's timeout_s) higher."
             )
     if config.cold_start is not None and config.agent.tool_parser != "tags":
         raise ConfigError(

@@ -215,7 +215,7 @@ class Retrieval(Section):
     threads: Count = 1
     """Threads of encoder and FAISS per replica."""
     max_batch: Count = 64
-    """Queries per encoder batch."""
+    """Queries per encoder batch; an elastic pool is too small where more than so many a replica wait or run."""
     max_wait_s: NonNegative = 0.005
     """Longest wait of a query for company."""
     max_queued: Count = 4096
@@ -252,13 +252,18 @@ class CustomFunction(Section):
     """More keyword arguments of the function."""
 
 
+WALL_FACTOR = 3
+"""Seconds of the clock for each CPU second that code may use: it may have to share its processor."""
+
+
 class Sandbox(Section):
     """Where code that a policy wrote runs: for scorers of code tasks, and for the `python` tool."""
 
     allow_weak: bool = False
     """Run code even where nothing but process limits shuts it in (`mempo-ray doctor` names the level of a machine)."""
-    run_s: Positive = 10
-    """Wall-clock limit of one run, and CPU limit of each of its processes."""
+    run_s: Positive = 8
+    """CPU seconds of one run (of each of its processes, rounded up); it ends after three times as long by the clock. A
+    service is told the latter."""
     memory_mb: Count = 1024
     """Memory of one run (MiB)."""
     output_kb: Count = 1024
@@ -401,15 +406,16 @@ class Reward(Section):
     """Data memory of one scorer process (GB); a scorer that wants more has a MemoryError."""
     batch_size: Count = 64
     """Most responses that `manager: batch` hands to its scorer at once."""
-    timeout_s: Positive = 30
+    timeout_s: Positive = 60
     """Deadline of one call of a scorer, from its start."""
     tool_weights: dict[str, float] = {}
     """Weight in the score of what a tool itself says of an episode, by tool; without one it is only reported."""
     sandbox: Sandbox = Sandbox()
     code_tests: Literal["share", "all"] = "share"
     """Score of a program: the share of tests that it passes, or 1 only where it passes all."""
-    code_s: Positive = 20
-    """Seconds that all tests of one program may run in all; the rest then counts as failed. Below `timeout_s`."""
+    code_s: Positive = 45
+    """Seconds by the clock that all tests of one program may last in all; the rest then counts as failed. Below
+    `timeout_s`."""
     max_rescores: Annotated[int, Field(ge=0)] = 1
     """How often a trajectory is scored again that nobody has judged: the scorer was late, or its process broke."""
     max_unscored_share: Share = 0.2

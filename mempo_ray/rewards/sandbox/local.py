@@ -34,6 +34,7 @@ CHUNK_BYTES = 1 << 16
 START_S = 10.0  # for the programs around the interpreter, before the code's own time counts
 END_S = 5.0  # for the pipes to close after SIGKILL
 ASKED_S = 0.05  # how soon a cancelled call is noticed
+CPU_USED_UP = "CPU seconds used up"
 
 
 def run_python(
@@ -150,7 +151,7 @@ class _Run:
             return None
         if self._started_at is None:
             return Status.SANDBOX_FAILED, f"no start within {START_S:g} s"
-        return Status.TIMEOUT, f"still running after {self._limits.run_s:g} s"
+        return Status.TIMEOUT, f"still running after {self._limits.wall_s:g} s"
 
     def kill(self) -> None:
         """End what still runs: the group of the first process, with which its namespaces end."""
@@ -169,7 +170,7 @@ class _Run:
         data = os.read(fd, CHUNK_BYTES)
         if name == "marker" and data:
             self._started_at = time.monotonic()
-            self._wait_until = self._started_at + self._limits.run_s
+            self._wait_until = self._started_at + self._limits.wall_s
         elif name != "marker" and self._ended is None:
             self._output[name] += data
         return not data
@@ -181,7 +182,7 @@ def classify(code: int, stderr: str) -> tuple[Status, str]:
     if code == 1 and stderr.rstrip().rpartition("\n")[2].startswith("MemoryError"):
         return Status.MEMORY, "MemoryError"
     if number == signal.SIGXCPU:
-        return Status.TIMEOUT, "CPU seconds used up"
+        return Status.TIMEOUT, CPU_USED_UP
     if number in set(signal.Signals):
         return Status.KILLED, signal.Signals(number).name
     return Status.OK, ""

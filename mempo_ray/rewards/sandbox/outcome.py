@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
-from mempo_ray.config.schema import Sandbox
+from mempo_ray.config.schema import WALL_FACTOR, Sandbox
 
 
 class Status(StrEnum):
     """How a run ended. All but the last are the code's own doing."""
 
     OK = "ok"  # it ended by itself, with any exit code
-    TIMEOUT = "timeout"  # wall-clock or CPU seconds
+    TIMEOUT = "timeout"  # its CPU seconds, or the clock's
     MEMORY = "memory"
     OUTPUT_LIMIT = "output_limit"
     KILLED = "killed"  # by a signal, such as SIGSEGV
@@ -25,11 +25,12 @@ class Status(StrEnum):
 class Limits:
     """Of one run. Memory is address space of a process, and real memory of all of them where cgroups are there."""
 
-    run_s: float = 10.0  # wall clock; each process also has as many CPU seconds
+    run_s: float = 8.0  # CPU seconds of each process, rounded up to whole ones
     memory_bytes: int = 1 << 30
     output_bytes: int = 1 << 20  # of stdout, and again of stderr
     files_bytes: int = 64 << 20  # of the working folder
     processes: int = 32
+    wall_s: float = WALL_FACTOR * run_s  # by the clock: ends what sleeps, and leaves time to what shares its processor
 
     @classmethod
     def of(cls, settings: Sandbox) -> Limits:
@@ -39,10 +40,11 @@ class Limits:
             settings.output_kb << 10,
             settings.files_mb << 20,
             settings.processes,
+            WALL_FACTOR * settings.run_s,
         )
 
     def within(self, at_most_s: float) -> Limits:
-        return replace(self, run_s=min(self.run_s, at_most_s))
+        return replace(self, wall_s=min(self.wall_s, at_most_s))
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Outcome:
     stdout: str = ""
     stderr: str = ""
     exit_code: int | None = None
-    seconds: float = 0.0
+    seconds: float = 0.0  # by the clock
     detail: str = ""
 
     @property
@@ -62,7 +64,7 @@ class Outcome:
 
 
 class CodeRunner(Protocol):
-    """Runs a Python program, no longer than its `run_s` and `at_most_s`.
+    """Runs a Python program within its `Limits`, and for no longer than `at_most_s` by the clock.
 
     Both forms wait for a free place, and neither raises for what the code or the sandbox does.
     """

@@ -40,8 +40,8 @@ class _TryAgain(InfrastructureError):
 class RemoteSandbox:
     """`CodeRunner` of a service: `concurrency` requests at once, one deadline over all tries of a request.
 
-    The deadline is `run_s` and 10 s. Tried again, `retries` times with jitter: no connection, no answer, 429 (after its
-    Retry-After) and 5xx. Not tried again: another refusal, or an answer in another form.
+    The deadline is `Limits.wall_s` and 10 s. Tried again, `retries` times with jitter: no connection, no answer, 429
+    (after its Retry-After) and 5xx. Not tried again: another refusal, or an answer in another form.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RemoteSandbox:
         return await asyncio.wrap_future(self._threads.submit(self._run, source, stdin, self._limits.within(at_most_s)))
 
     def _run(self, source: str, stdin: str, limits: Limits) -> Outcome:
-        deadline = time.monotonic() + limits.run_s + self._spare_s
+        deadline = time.monotonic() + limits.wall_s + self._spare_s
         failure: InfrastructureError | None = None
         for attempt in range(self._settings.retries + 1):
             try:
@@ -78,8 +78,8 @@ class RemoteSandbox:
     def _post(self, source: str, stdin: str, limits: Limits, deadline: float) -> bytes:
         """The body of the answer, read no longer than to the deadline and no further than the output limit allows."""
         request = {
-            "code": source, "stdin": stdin, "language": "python", "compile_timeout": limits.run_s,
-            "run_timeout": limits.run_s, "memory_limit_MB": limits.memory_bytes >> 20,
+            "code": source, "stdin": stdin, "language": "python", "compile_timeout": limits.wall_s,
+            "run_timeout": limits.wall_s, "memory_limit_MB": limits.memory_bytes >> 20,
         }  # fmt: skip
         body, most = bytearray(), 16 * limits.output_bytes + (1 << 16)  # JSON writes a byte in up to 6 characters
         try:
@@ -118,7 +118,7 @@ def _outcome_of(body: bytes, limits: Limits) -> Outcome:
         raise InfrastructureError(f"an answer in another form ({type(error).__name__}: {error})") from error
     texts = {"stdout": stdout[: limits.output_bytes], "stderr": stderr[: limits.output_bytes]}
     if state == ("Failed", "TimeLimitExceeded"):
-        return Outcome(Status.TIMEOUT, **texts, seconds=seconds, detail=f"still running after {limits.run_s:g} s")
+        return Outcome(Status.TIMEOUT, **texts, seconds=seconds, detail=f"still running after {limits.wall_s:g} s")
     if state[0] not in ("Success", "Failed") or state[1] != "Finished" or not isinstance(code, int):
         raise InfrastructureError(f"status {state[0]!r}, run status {state[1]!r}: {str(answer.get('message'))[:500]}")
     if max(len(stdout), len(stderr)) > limits.output_bytes:

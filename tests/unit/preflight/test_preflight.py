@@ -189,8 +189,8 @@ def test_a_python_tool_on_a_machine_without_a_sandbox_is_refused_and_an_allowed_
 
 
 def test_a_call_of_the_python_tool_outlasts_its_program():
-    reward = {"sandbox": {"allow_weak": True, "run_s": 30}}
-    with pytest.raises(ConfigError, match=r"agent\.limits\.search_s: .* 30 s, .* reward\.sandbox\.run_s=30 s"):
+    reward = {"sandbox": {"allow_weak": True, "run_s": 10}}
+    with pytest.raises(ConfigError, match=r"agent\.limits\.search_s: .* 30 s, .* 30 s \(3 · reward\.sandbox\.run_s\)"):
         check_names(run(agent={"tools": ["python"]}, reward=reward))
     check_names(run(agent={"tools": ["python"], "limits": {"search_s": 60}}, reward=reward))
 

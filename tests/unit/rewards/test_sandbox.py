@@ -15,11 +15,11 @@ from mempo_ray.config.schema import Sandbox
 from mempo_ray.errors import ConfigError
 from mempo_ray.rewards.sandbox import local
 from mempo_ray.rewards.sandbox.levels import Level
-from mempo_ray.rewards.sandbox.local import LocalSandbox, allowed_level, classify, detect_level, run_python
+from mempo_ray.rewards.sandbox.local import CPU_USED_UP, LocalSandbox, allowed_level, classify, detect_level, run_python
 from mempo_ray.rewards.sandbox.outcome import Limits, Outcome, Status
 
 LIMITS = Limits(run_s=20, memory_bytes=512 << 20, output_bytes=10_000, files_bytes=8 << 20, processes=20)
-SHORT = Limits(run_s=0.5)
+SHORT = Limits(run_s=1, wall_s=1.5)
 
 
 @pytest.fixture
@@ -168,18 +168,29 @@ def test_a_process_that_leaves_its_group_ends_with_the_program(strong):
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("source", "status"),
     [
-        "sum(range(10**12))",
-        "import re; re.match('(a+)+b', 'a' * 60)",
-        "while True: pass",
-        "import time; time.sleep(600)",
+        ("sum(range(10**12))", Status.TIMEOUT),
+        ("import re; re.match('(a+)+b', 'a' * 60)", Status.TIMEOUT),
+        ("while True: pass", Status.TIMEOUT),
+        ("import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass", Status.KILLED),
     ],
-)  # fmt: skip
-def test_an_endless_loop_in_c_or_in_python_ends_at_its_time(strong, source):
-    outcome = run(source, limits=SHORT)
-    assert outcome.status is Status.TIMEOUT
+)
+def test_an_endless_loop_in_c_or_in_python_ends_at_its_cpu_seconds(strong, source, status):
+    outcome = run(source, limits=Limits(run_s=1, wall_s=60))
+    assert (outcome.status, outcome.detail) == (status, CPU_USED_UP if status is Status.TIMEOUT else "SIGKILL")
+
+
+def test_a_program_that_sleeps_ends_by_the_clock(strong):
+    outcome = run("import time; time.sleep(600)", limits=SHORT)
+    assert (outcome.status, outcome.detail) == (Status.TIMEOUT, "still running after 1.5 s")
     assert outcome.seconds < 10
+
+
+def test_a_program_that_waits_for_its_processor_is_not_late(strong):
+    """More than its seconds by the clock, as on a busy machine."""
+    outcome = run("import time; time.sleep(1.2); print('done')", limits=Limits(run_s=1, wall_s=60))
+    assert (outcome.stdout, outcome.succeeded, outcome.seconds > 1) == ("done\n", True, True)
 
 
 def test_an_allocation_of_10_gb_ends_at_the_memory_limit(strong):

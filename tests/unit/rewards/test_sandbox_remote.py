@@ -38,7 +38,9 @@ def test_the_request_has_sandbox_fusion_s_form():
     with scripted_server(lambda request, number: ok()) as server:
         sandbox = open_sandbox(Sandbox(url=server.url, run_s=3, memory_mb=256))
         outcome = sandbox.run("print(2 + 2)", "in", at_most_s=2)
-    assert server.requests == [
+        sandbox.run("", at_most_s=20)
+    assert [request["run_timeout"] for request in server.requests] == [2, 9]
+    assert server.requests[:1] == [
         {
             "code": "print(2 + 2)", "stdin": "in", "language": "python", "compile_timeout": 2, "run_timeout": 2,
             "memory_limit_MB": 256,
