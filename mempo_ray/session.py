@@ -3,7 +3,7 @@
 stage      consumes                       produces                          on failure
 start      checkpoint, or tasks           policy, engines at its version    typed, before the first step
 evaluate   held-out tasks                 EM, F1, TT, PT by question        too many excluded: the run ends
-log        payloads, scores, advantages   trajectories/*.parquet, metrics   the run ends: an unlogged step is lost
+log        payloads, scores, advantages   trajectories/*.parquet, metrics   a lost payload: all others are logged
 save       policy, positions, results     checkpoints/step_…                the run ends; the last complete stays
 finish     all of the above               summary.json, learning_curve.png
 """
@@ -29,7 +29,7 @@ from mempo_ray.config.schema import ColdStart, Config
 from mempo_ray.contracts import EpisodeRequest, Task, TrajectoryBatch
 from mempo_ray.data.oracle import oracle_trajectories
 from mempo_ray.data.tasks import TaskSource
-from mempo_ray.errors import DeadlineExceeded, GangLost, GivenUp, TrainingError
+from mempo_ray.errors import DeadlineExceeded, GangLost, GivenUp, PayloadLost, TrainingError
 from mempo_ray.evaluation.metrics import Evaluated, aggregate, evaluated, paired_interval
 from mempo_ray.evaluation.probes import probe_ratios
 from mempo_ray.evaluation.transcript import transcript
@@ -53,6 +53,9 @@ from mempo_ray.observability.resources import MemoryMonitor
 from mempo_ray.observability.run_folder import RunFolder
 from mempo_ray.observability.timing import StageTimer
 from mempo_ray.trajectory_log import drifted_turns, log_tables, read_memories
+
+Logged = tuple[Sample, TrajectoryBatch]
+"""A trajectory that is in the log, and its payload."""
 
 
 @dataclass
@@ -238,22 +241,23 @@ class Session:
         """The update, and beside it the trajectory log."""
         step = assembled.plan.step
         self.display.stage(f"step {step}: update")
-        report, batches = await asyncio.gather(
+        report, logged = await asyncio.gather(
             self.policy.train(assembled.plan),
             self.log_trajectories(f"step_{step:04d}", collected.samples, assembled),
         )
-        drift = sum(drifted_turns(batch, self.renderer, self.config.agent) for batch in batches)
-        self._show_samples(collected.samples, batches)
+        unlogged = self._unlogged(collected.samples, logged)
+        drift = sum(drifted_turns(batch, self.renderer, self.config.agent) for _, batch in logged)
+        self._show_samples(logged)
         self.version = report.version
         self.progress.drift_turns += drift
         self.progress.max_logprob_gap = max(self.progress.max_logprob_gap, report.metrics["policy/logprob_gap_max"])
-        return {**report.metrics, "rollout/drift_turns": float(drift)}
+        drifted = {"rollout/drift_turns": float(drift), "rollout/num_unlogged": float(len(unlogged))}
+        return {**report.metrics, **drifted}
 
-    def _show_samples(self, samples: Sequence[Sample], batches: Sequence[TrajectoryBatch]) -> None:
+    def _show_samples(self, logged: Sequence[Logged]) -> None:
         """Print and log the first trajectories of a run: does the reward see what you think it sees?"""
-        kept = [sample for sample in samples if sample.finished.payload is not None]
         wanted = self.config.reward.log_samples - self.progress.num_samples_shown
-        for sample, batch in list(zip(kept, batches, strict=True))[: max(0, wanted)]:
+        for sample, batch in logged[: max(0, wanted)]:
             (trajectory,) = batch.trajectories()
             text = transcript(trajectory, sample.score, sample.extra, self.renderer.tokenizer.decode)
             self.display.say(text + "\n")
@@ -296,6 +300,7 @@ class Session:
             **assembled.metrics,
             **await self.fleet.rollouts.stats(),
             **await self.fleet.search.stats(),
+            **self.fleet.retrieval.stats(),
             **scored,
             **scoring_metrics(busy_s, collected.exposed_logprobs_s),
             "rollout/output_tokens_per_s": tokens / max(collected.generation_s, 1e-9),
@@ -307,23 +312,47 @@ class Session:
 
     # -- trajectory log ---------------------------------------------------------------------------------
 
-    async def log_trajectories(
-        self, name: str, samples: Sequence[Sample], assembled: Assembled | None
-    ) -> list[TrajectoryBatch]:
-        """Write all trajectories with what was said about them; returns the payloads, in the order of the samples."""
+    async def log_trajectories(self, name: str, samples: Sequence[Sample], assembled: Assembled | None) -> list[Logged]:
+        """Write all trajectories with what was said about them. Those whose payload went with its node are left out:
+        had it been trained on, the ranks would have missed it too, and the step is done again.
+        """
         kept = [sample for sample in samples if sample.finished.payload is not None]
-        refs = [sample.finished.payload for sample in kept if sample.finished.payload is not None]
-        batches = await asyncio.gather(*(self.fleet.payloads.read(ref) for ref in refs))
+        read = await asyncio.gather(*(self._payload(sample) for sample in kept))
+        logged = [(sample, batch) for sample, batch in zip(kept, read, strict=True) if batch is not None]
         advantages = assembled.advantages if assembled is not None else {}
         kl_coef = assembled.kl_coef if assembled is not None else 0.0
-        tables = log_tables(batches, kept, advantages, kl_coef)
+        tables = log_tables([batch for _, batch in logged], [sample for sample, _ in logged], advantages, kl_coef)
         await asyncio.to_thread(self.folder.write_trajectories, name, tables)
         excluded = [s for s in samples if s.excluded_because is not None]
         self.folder.append_jsonl(
             "excluded.jsonl",
             [{"file": name, "task_id": s.key[0], "sibling": s.key[1], "reason": s.excluded_because} for s in excluded],
         )
-        return batches
+        return logged
+
+    async def _payload(self, sample: Sample) -> TrajectoryBatch | None:
+        """None: it is lost."""
+        assert sample.finished.payload is not None
+        try:
+            return await self.fleet.payloads.read(sample.finished.payload)
+        except PayloadLost:
+            return None
+
+    def _unlogged(self, samples: Sequence[Sample], logged: Sequence[Logged]) -> set[tuple[str, int]]:
+        """Keys of the trajectories that the log has lost.
+
+        Raises:
+            PayloadLost: they are more than `run.max_excluded_share`.
+        """
+        lost = {sample.key for sample in samples if sample.finished.payload is not None}
+        lost -= {sample.key for sample, _ in logged}
+        limit = self.config.run.max_excluded_share
+        if len(lost) > limit * len(samples):
+            raise PayloadLost(
+                f"payloads of {len(lost)} of {len(samples)} trajectories were lost with their nodes before they were "
+                f"logged; run.max_excluded_share is {limit:.0%}"
+            )
+        return lost
 
     # -- evaluation -------------------------------------------------------------------------------------
 
@@ -347,9 +376,9 @@ class Session:
         kept = [s for s in collected.samples if s.excluded_because is None]
         check_excluded(collected.samples, self.config)
         kind = "eval" if forced is None else "eval_swapped"
-        batches = await self.log_trajectories(f"{kind}_{name}", collected.samples, None)
-        counted = {s.key for s in kept}
-        trajectories = [trajectory for batch in batches for trajectory in batch.trajectories()]
+        logged = await self.log_trajectories(f"{kind}_{name}", collected.samples, None)
+        counted = {s.key for s in kept} - self._unlogged(collected.samples, logged)
+        trajectories = [trajectory for _, batch in logged for trajectory in batch.trajectories()]
         results = [evaluated(t) for t in trajectories if (t.task.task_id, t.sibling) in counted]
         # taken here, so that they are not the next step's
         counts = {**await self.fleet.rollouts.stats(), **await self.fleet.search.stats()}
@@ -357,7 +386,7 @@ class Session:
             **{f"eval/{name.removeprefix('rollout/').replace('/', '_')}": value for name, value in counts.items()},
             **aggregate(results),
             "eval/reward_mean": float(np.mean([s.outcome for s in survivors_of(kept)])),
-            "eval/num_excluded": float(len(requests) - len(kept)),
+            "eval/num_excluded": float(len(requests) - len(counted)),
         }
 
     async def evaluate_swapped(self, name: str) -> float:

@@ -225,6 +225,7 @@ SECTIONS = (
                 row_tokens | tokens | of all training rows
                 memory_turn_share | share | of the turns, those that write a memory
                 drift_turns | turns | whose logged text would be encoded to other ids
+                num_unlogged | trajectories | missing in the log, because their payloads were lost with their node
                 episodes | episodes | ended
                 episodes_resampled | episodes | sampled more than once because infrastructure broke them
                 episodes_excluded | episodes | still broken after agent.max_resamples

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pyarrow.parquet as pq
 import pytest
 
+from mempo_ray.agent.prompt import Renderer
+from mempo_ray.agent.tokenizer import FileTokenizer
 from mempo_ray.cold_start import from_other_worlds
-from mempo_ray.config.schema import Config
-from mempo_ray.contracts import Task
+from mempo_ray.config.models import model_folder
+from mempo_ray.config.schema import Agent, Config
+from mempo_ray.contracts import PayloadRef, Scored, StepReport, Task, TrajectoryBatch
 from mempo_ray.data.oracle import OracleTrajectory
 from mempo_ray.driver import due
-from mempo_ray.errors import ConfigError
+from mempo_ray.errors import ConfigError, GangLost, MempoError, PayloadLost
+from mempo_ray.experience import Sample
 from mempo_ray.launch import open_run_folder
 from mempo_ray.observability.mirror import Mirror, find_checkpoint
 from mempo_ray.observability.run_folder import RunFolder
+from mempo_ray.session import Session
+from tests.fakes.rollouts import finished
+from tests.fakes.trajectories import TASK
+from tests.fakes.trajectories import trajectory as an_episode
 
 
 def config(runs: Path | str, resume: str = "") -> Config:
@@ -84,3 +97,69 @@ def trajectory(task_id: str, world: int | None = None) -> OracleTrajectory:
 def test_a_foreign_fact_is_of_another_world(worlds, expected):
     found = [trajectory(task_id, world) for task_id, world in zip("abcd", worlds, strict=True)]
     assert [other.task.task_id for other in from_other_worlds(found)] == expected
+
+
+class PayloadsOfNodes:
+    """Those of the tasks in `lost` went with their node."""
+
+    def __init__(self, lost: set[str]) -> None:
+        self.lost = lost
+
+    async def read(self, ref: PayloadRef) -> TrajectoryBatch:
+        if ref.key.partition("/")[0] in self.lost:
+            raise PayloadLost(f"payload {ref.key}: its node is gone")
+        return TrajectoryBatch.from_trajectories([replace(an_episode(), task=replace(TASK, task_id=ref.key[:2]))])
+
+
+class Trains:
+    def __init__(self, failure: MempoError | None = None) -> None:
+        self.failure = failure
+
+    async def train(self, plan: object) -> StepReport:
+        await asyncio.sleep(0)  # the log is faster
+        if self.failure is not None:
+            raise self.failure
+        return StepReport(1, 1, {"policy/logprob_gap_max": 0.0})
+
+
+def session_that_logs(folder: RunFolder, lost: set[str], policy: Trains) -> Session:
+    model = model_folder("builtin:tiny")
+    nothing = cast("Any", SimpleNamespace(stage=lambda text: None))
+    return Session(
+        config=Config.model_validate({"run": {"max_excluded_share": 0.25}, "reward": {"log_samples": 0}}),
+        folder=folder,
+        mirror=None,
+        fleet=cast("Any", SimpleNamespace(payloads=PayloadsOfNodes(lost), policy=policy)),
+        renderer=Renderer.from_folder(model, FileTokenizer.from_folder(model), Agent()),
+        source=nothing,
+        train_tasks=(),
+        held_out=(),
+        display=nothing,
+        metrics=nothing,
+        memory=nothing,
+    )
+
+
+STEP = cast("Any", SimpleNamespace(plan=SimpleNamespace(step=1), advantages={}, kl_coef=0.0))
+SAMPLED = cast("Any", SimpleNamespace(samples=[Sample(finished(f"q{n}", 0), Scored(1.0)) for n in range(4)]))
+
+
+async def test_a_payload_that_only_the_log_has_lost_is_counted_and_the_others_are_logged(tmp_path):
+    folder = RunFolder.create(tmp_path, "quick")
+    metrics = await session_that_logs(folder, {"q1"}, Trains()).train(STEP, SAMPLED)
+    assert metrics["rollout/num_unlogged"] == 1
+    table = pq.read_table(folder.trajectory_file("step_0001"))
+    assert table["task_id"].to_pylist() == ["q0", "q2", "q3"]
+
+
+async def test_more_of_them_than_a_step_may_miss_end_the_run(tmp_path):
+    session = session_that_logs(RunFolder.create(tmp_path, "quick"), {"q1", "q2"}, Trains())
+    with pytest.raises(PayloadLost, match=r"2 of 4 trajectories .* run\.max_excluded_share is 25%"):
+        await session.train(STEP, SAMPLED)
+
+
+async def test_where_the_ranks_missed_them_too_the_step_is_done_again_though_the_log_knew_first(tmp_path):
+    lost = {f"q{n}" for n in range(4)}
+    session = session_that_logs(RunFolder.create(tmp_path, "quick"), lost, Trains(GangLost("a payload is lost")))
+    with pytest.raises(GangLost):
+        await session.train(STEP, SAMPLED)
