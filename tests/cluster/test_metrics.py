@@ -54,20 +54,19 @@ def samples(head: RayHead) -> dict[str, list[str]]:
 def scraped(tmp_path_factory) -> Iterator[tuple[str, dict[str, list[str]]]]:
     """(run, samples) as soon as all is there that the dashboard asks for and that actors emit; then the run stops."""
     folder = tmp_path_factory.mktemp("metrics")
-    with pytest.MonkeyPatch.context() as patch, adopted_orphans():
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        with (
-            RayHead(folder / "head", token=False) as head,
-            DriverRun(folder / "runs", f"placement.address={head.address}", *QUICK) as run,
-        ):
-            found: dict[str, list[str]] = {}
-            while missing := (asked_for() | LIVE) - found.keys():
-                assert run.process.poll() is None, f"never scraped: {sorted(missing)}\n{run.process.stdout.read()}"
-                time.sleep(POLL_S)
-                found |= samples(head)
-            run.process.terminate()
-            assert run.finish() == 130, run.output
-            yield run.folder.name, found
+    with (
+        adopted_orphans(),
+        RayHead(folder / "head", token=False) as head,
+        DriverRun(folder / "runs", f"placement.address={head.address}", *QUICK) as run,
+    ):
+        found: dict[str, list[str]] = {}
+        while missing := (asked_for() | LIVE) - found.keys():
+            assert run.process.poll() is None, f"never scraped: {sorted(missing)}\n{run.process.stdout.read()}"
+            time.sleep(POLL_S)
+            found |= samples(head)
+        run.process.terminate()
+        assert run.finish() == 130, run.output
+        yield run.folder.name, found
 
 
 def test_everything_that_the_dashboard_asks_for_is_in_a_scrape(scraped):

@@ -63,8 +63,7 @@ def second_node(address: str, before: str) -> Iterator[None]:
 
 
 @pytest.fixture
-def two_nodes(monkeypatch) -> Iterator[Callable[[str], OnTwoNodes]]:
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # of both nodes; a test before may have left another in the process
+def two_nodes() -> Iterator[Callable[[str], OnTwoNodes]]:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     with ExitStack() as stack:
         stack.callback(cluster.shutdown)

@@ -15,7 +15,7 @@ from tests.fakes.driver_run import SMALL, DriverRun, adopted_orphans, drive, rea
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = 3
-TIMES = ("_s", "/seconds", "_per_s", "_gb")
+TIMES = ("_s", "/seconds", "_per_s", "_gb", "waiting_share")
 """How names of metrics end that a clock or the machine decides."""
 BITWISE = (
     *SMALL,

@@ -66,7 +66,6 @@ class AutoscalingCluster:
         environment = os.environ | QUICK_DEATHS | {
             "AUTOSCALER_UPDATE_INTERVAL_S": "1",
             "RAY_FAKE_CLUSTER": "1",
-            "RAY_AUTH_MODE": "disabled",
             "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
         }  # fmt: skip
         options = {
