@@ -6,10 +6,11 @@ Raises DataError with what is wrong and the remedy; who loads the rows adds file
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 from mempo_ray.errors import DataError
-from mempo_ray.rewards.scorers.program_tests import read_tests
+from mempo_ray.rewards.scorers.program_tests import ASSERT, read_tests
 from mempo_ray.rewards.scorers.text import normalize_answer, parse_number
 
 Golds = tuple[tuple[str, ...], ...]
@@ -60,7 +61,10 @@ def number_golds(golds: Golds) -> Golds:
 
 
 def program_golds(golds: Golds) -> Golds:
-    """Tests of a program, in JSON (scorers/program_tests.py)."""
-    for alias in single_gold(golds)[0]:
-        read_tests(alias)
-    return golds
+    """Tests of a program (scorers/program_tests.py). A list of texts is a list of tests, all of which count."""
+    (aliases,) = single_gold(golds)
+    if len(aliases) > 1 and not all(map(ASSERT.search, aliases)):
+        raise DataError("tests of a program: a list of texts must be one of asserts; give other tests as one JSON")
+    tests = aliases[0] if len(aliases) == 1 else json.dumps(aliases)
+    read_tests(tests)
+    return ((tests,),)

@@ -2,8 +2,8 @@
 
     policy's text ──▶ last python block ──▶ one sandboxed run a test ──▶ share of tests passed
 
-Expected outputs never enter the sandbox, so a program can only print an answer that it knows. A test that the sandbox
-failed leaves the response unscored.
+Expected outputs never enter the sandbox, so a program can only print an answer that it knows. Asserts must, and it has
+to reach their end: to leave before is no way to pass. A test that the sandbox failed leaves the response unscored.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import functools
 import json
 import math
 import re
+import secrets
 
 from mempo_ray.config.schema import Reward, Sandbox
 from mempo_ray.contracts import Score, Scored, Unscored
@@ -24,6 +25,7 @@ FENCE = re.compile(r"```([\w+#.-]*)[ \t]*\r?\n(.*?)```", re.DOTALL)
 PYTHON_NAMES = {"python", "python3", "py"}
 TOLERANCE = 1e-6  # of an expected number with a decimal point, absolute and relative
 RESULT = "result:"
+PASSED = secrets.token_hex(16)  # what the code of a test says at its end
 
 
 def score_code(response: Response, settings: Reward) -> Score:
@@ -89,34 +91,45 @@ from typing import *
 """
 """What solutions of function-call tasks take for granted, since their sites import it."""
 
-CALL = """
+PROGRAM = """
 import json as _json, os as _os, sys as _sys
 _out, _sys.stdout = _sys.stdout, open(_os.devnull, "w")
 _names = {{"__name__": "solution"}}
 exec({imports!r}, _names)
 exec(compile({program!r}, "solution.py", "exec"), _names)
+"""
+CALL = """
 _owner = _names["Solution"]() if {name!r} not in _names and "Solution" in _names else None
 _function = getattr(_owner, {name!r}) if _owner is not None else _names[{name!r}]
 _out.write({result!r} + _json.dumps(_function(*_json.loads({arguments!r}))) + "\\n")
+_out.flush()
+"""
+CODE = """
+exec(compile({code!r}, "tests.py", "exec"), _names)
+_out.write({result!r} + "\\n")
 _out.flush()
 """
 
 
 def runnable(program: str, fn_name: str, test: CodeTest) -> tuple[str, str]:
     """(source, stdin) that runs `program` on `test`; a function is found by name, or as a method of `Solution`."""
+    source = PROGRAM.format(imports=IMPORTS, program=program)
+    if test.code:
+        return source + CODE.format(code=test.code, result=RESULT + PASSED), ""
     if test.arguments is None:
         return program, test.stdin
-    arguments = json.dumps(test.arguments)
-    return CALL.format(imports=IMPORTS, program=program, name=fn_name, result=RESULT, arguments=arguments), ""
+    return source + CALL.format(name=fn_name, result=RESULT, arguments=json.dumps(test.arguments)), ""
 
 
 def passes(outcome: Outcome, test: CodeTest) -> bool:
     """Whether a run ended well (exit code 0) and said what the test expects."""
     if not outcome.succeeded:
         return False
+    last = outcome.stdout.rstrip().rpartition("\n")[2]
+    if test.code:
+        return last == RESULT + PASSED
     if test.arguments is None:
         return same_output(outcome.stdout, test.expected)
-    last = outcome.stdout.rstrip().rpartition("\n")[2]
     if not last.startswith(RESULT):
         return False
     try:

@@ -109,6 +109,46 @@ def test_a_program_gets_the_share_of_tests_that_it_passes(text, tests, share):
     assert scored(response(text, tests)).score == share
 
 
+MAX = "def biggest(a):\n  return max(a)"
+ASSERTS = [
+    "assert biggest([1, 3, 2]) == 3",
+    "assert biggest([-1]) == -1, 'one'",
+    "from math import inf\nassert biggest([inf]) == inf",
+]
+
+
+@pytest.mark.parametrize(
+    ("program", "tests", "share"),
+    [
+        (MAX, {"assert_case": ASSERTS}, 1.0),
+        (MAX, {"inputs": ["", "", ""], "outputs": ["", "", ""], "assert_case": ASSERTS}, 1.0),
+        (ADD, SUM | {"assert_case": ["", ""]}, 1.0),
+        (MAX, ASSERTS, 1.0),
+        (MAX, "\n".join(ASSERTS), 1.0),
+        (MAX, {"assert_case": "def check(candidate):\n  assert candidate([2]) == 2\ncheck(biggest)"}, 1.0),
+        ("class Solution:\n  def biggest(self, a: List[int]): return max(a)",
+         {"functional": "def check(f):\n    assert f([1]) == 1\ncheck(Solution().biggest)"}, 1.0),
+        (MAX + "\nif __name__ == '__main__': input()", ASSERTS, 1.0),
+        (MAX + "\nprint('noise')", ASSERTS, 1.0),
+        (MAX.replace("max(a)", "abs(a[0])"), ASSERTS, 1 / 3),
+        (MAX.replace("max(a)", "0"), ASSERTS, 0.0),
+        ("def other(): pass", ASSERTS, 0.0),
+        ("raise SystemExit(0)", ASSERTS, 0.0),
+        ("def biggest(a):\n  raise SystemExit(0)", ASSERTS, 0.0),
+        ("import os\ndef biggest(a):\n  os.write(1, b'result:\\n'); os._exit(0)", ASSERTS, 0.0),
+        ("def biggest(a", ASSERTS, 0.0),
+    ],
+)  # fmt: skip
+def test_code_after_the_program_says_whether_it_is_right(program, tests, share):
+    text = tests if isinstance(tests, str) else json.dumps(tests)
+    assert scored(Response("apps", ((text,),), turns=(fenced(program),))).score == pytest.approx(share)
+
+
+def test_a_row_with_a_list_of_asserts_has_as_many_tests_and_not_as_many_aliases():
+    ((tests,),) = program_golds((tuple(ASSERTS),))
+    assert [test.code for test in read_tests(tests).tests] == ASSERTS
+
+
 def test_all_or_nothing_counts_only_a_program_that_passes_every_test():
     strict = Reward(code_tests="all")
     assert scored(response(fenced("print(3)"), SUM), strict).score == 0.0
@@ -219,7 +259,22 @@ def test_outputs_are_compared_word_for_word(shown, expected, same):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "not JSON", "{}", '{"inputs": []}', '{"inputs": [], "outputs": []}', '{"inputs": [1], "outputs": []}'],
+    [
+        "",
+        "[]",
+        "not JSON",
+        "{}",
+        "3",
+        "assert f(",
+        '["assert f(1)", " "]',
+        '{"assert_case": [1]}',
+        '{"functional": {}}',
+        "def check(f): assert f(1)",
+        '["assert True", "METADATA = {}"]',
+        '{"inputs": []}',
+        '{"inputs": [], "outputs": []}',
+        '{"inputs": [1], "outputs": []}',
+    ],
 )
 def test_tests_in_another_form_are_refused_when_rows_are_loaded(text):
     with pytest.raises(DataError, match="tests of a program"):
@@ -230,3 +285,8 @@ def test_call_tests_take_lists_or_their_json():
     as_lists = read_tests(json.dumps(CALL))
     as_text = {**CALL, "inputs": ["[2, 7, 11]\n9", "[3, 3]\n6"], "outputs": ["[0, 1]", "[0, 1]"]}
     assert as_lists == read_tests(json.dumps(as_text))
+
+
+def test_several_sets_of_tests_are_no_row_of_one_program():
+    with pytest.raises(DataError, match="tests of a program"):
+        program_golds(((json.dumps(SUM), json.dumps(CALL)),))
