@@ -194,7 +194,8 @@ async def a_join(config, weights, folder: Path, stopwatch: Stopwatch) -> None:
         return RemoteRolloutActor.options(num_cpus=0, num_gpus=1).remote(f"rollout-{index}", *arguments)
 
     model = str(model_folder(config.policy.model))
-    worker = RemoteAgentLoopWorker.options(num_cpus=0).remote(0, config.agent, config.rollout, model)
+    head = {"node:__internal_head__": 0.01}  # an added node may go while it is idle, and the worker with it
+    worker = RemoteAgentLoopWorker.options(num_cpus=0, resources=head).remote(0, config.agent, config.rollout, model)
     rollouts = RayRollouts(config, make, [worker])
     rollouts.start()
     await rollouts.sync(weights)
