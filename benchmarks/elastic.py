@@ -119,7 +119,7 @@ async def measure(replicas: int, groups: int, turns: int, workers: int, logs: st
     makers = RemoteAgentLoopWorker.options(num_cpus=0, max_concurrency=16)
     agents = [makers.remote(i, config.agent, config.rollout, MODEL) for i in range(workers)]
     rollouts = RayRollouts(config, make, agents)
-    await rollouts.connect_retrieval([Retrieval.remote()])
+    await rollouts.connect_retrieval({"retrieval-0": Retrieval.remote()})
     rollouts.start()
     await rollouts.sync(unproven(MODEL))
     tasks = [Task(f"q{i}", "mentor Boko ?", (("Sari",),), "test") for i in range(groups)]

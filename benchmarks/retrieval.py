@@ -156,7 +156,7 @@ async def actor_pool(index: Path, load: Load) -> tuple[dict[str, Measured], dict
         actor = RemoteRetrievalActor.options(num_cpus=1).remote(settings, str(index), PATIENCE_S)
         await actor.ping.remote()
         pool = SearchClient(settings, PATIENCE_S)
-        pool.announce([actor])
+        pool.announce({"retrieval-0": actor})
         await pool.stats()
         measured = await load.run(lambda query: pool([query], TOP_K), "pool")
         return measured, await pool.stats()

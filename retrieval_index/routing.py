@@ -88,9 +88,9 @@ class Router:
             What `send` raised last, when every replica has been asked once.
         """
         failure: Exception | None = None
-        untried = set(self._replicas)
-        while (name := self._choose(untried, query)) is not None:
-            untried.discard(name)
+        tried: set[str] = set()
+        while (name := self._choose(tried, query)) is not None:
+            tried.add(name)
             self._in_flight[name] += num_queries
             try:
                 return await send(name)
@@ -106,10 +106,10 @@ class Router:
             raise failure
         return None
 
-    def _choose(self, untried: set[str], query: str) -> str | None:
+    def _choose(self, tried: set[str], query: str) -> str | None:
         """One that is not suspect, or else any: a suspect may have recovered, and there is nobody else."""
         now_s = self._clock()
-        left = untried.intersection(self._replicas)  # others may have been announced meanwhile
+        left = set(self._replicas) - tried  # others may have been announced meanwhile
         trusted = {name for name in left if self._suspect_until.get(name, 0.0) <= now_s}
         return choose_replica({name: self._in_flight[name] for name in trusted or left}, query)
 

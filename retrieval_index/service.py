@@ -94,6 +94,8 @@ class ServiceStats:
     """Since the start: `queries / seconds` are queries a second."""
     num_queued: int = 0
     """Waiting for a batch now."""
+    num_in_flight: int = 0
+    """Different queries without a result: those that wait, and those of the batch that runs."""
     queries: int = 0
     rejected: int = 0
     cache_hits: int = 0
@@ -188,6 +190,7 @@ class RetrievalService:
             self._stats,
             seconds=time.monotonic() - self._started_s,
             num_queued=self._queue.qsize(),
+            num_in_flight=len(self._in_flight),
             encode_s=self._encode_s,
             search_s=self._search_s,
             disk_hits=self._disk_hits,
@@ -243,6 +246,11 @@ class RetrievalService:
         results = [slot.result() if isinstance(slot, asyncio.Future) else slot for slot in slots]
         self._latencies_s.append(time.monotonic() - since_s)
         return results
+
+    async def drain(self) -> None:
+        """Returns when no query is in flight. Whoever drains has sent new ones elsewhere: they are still taken."""
+        while self._in_flight:
+            await asyncio.wait(self._in_flight.values())
 
     async def close(self) -> None:
         """Fail what waits. A batch that runs is not waited for: its thread may hang."""

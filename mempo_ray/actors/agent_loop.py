@@ -277,9 +277,9 @@ class AgentLoopWorker:
         """The engines that serve now, by name. Call it after every change, and after every weight sync."""
         self._engines.announce(engines)
 
-    async def set_retrieval(self, actors: Sequence[ActorHandle]) -> None:
-        """The replicas that serve now; running episodes ask the new ones too."""
-        self._search.announce(actors)
+    async def set_retrieval(self, replicas: Mapping[str, ActorHandle]) -> None:
+        """The replicas that serve now, by name; running episodes ask the new ones too."""
+        self._search.announce(replicas)
 
     async def run(self, requests: Sequence[EpisodeRequest]) -> AsyncIterator[TrajectoryBatch | TrajectorySummary]:
         """For each episode, as it ends: its payload (0 rows if it has no turn), then its summary.

@@ -32,6 +32,7 @@ from mempo_ray.actors.engine_logprobs import EngineLogProbs
 from mempo_ray.actors.limiter import JudgeLimiterActor
 from mempo_ray.actors.policy import PolicyActor
 from mempo_ray.actors.retrieval import RemoteRetrievalActor, index_id, prepare_index
+from mempo_ray.actors.retrieval_replicas import RetrievalReplicas, Serving
 from mempo_ray.actors.reward import RewardManagerActor
 from mempo_ray.actors.reward_model import RewardModelActor
 from mempo_ray.actors.rollout import RemoteRolloutActor
@@ -68,6 +69,7 @@ class Fleet:
     rollouts: RayRollouts
     rewards: RayRewards
     search: SearchClient
+    retrieval: RetrievalReplicas
     payloads: Payloads
     policy: RayPolicy | None
     engine_scorer: EngineLogProbs | None = None
@@ -119,19 +121,30 @@ async def open_fleet(
             rollouts.start()
         search = SearchClient(config.retrieval, config.agent.limits.search_s, record)
         stack.push_async_callback(search.close)
-        retrieval: list[ActorHandle] = []
+
+        async def announce(replicas: Serving) -> None:
+            search.announce(replicas)
+            await rollouts.connect_retrieval(replicas)
+
         if config.retrieval.needs_index:
             index = await asyncio.to_thread(prepare_index, config.retrieval, passages, index)
-            retrieval = [await closing(actors.retrieval(i, index)) for i in range(config.retrieval.replicas)]
+        retrieval = RetrievalReplicas(
+            config,
+            functools.partial(actors.retrieval, folder=index),
+            announce,
+            functools.partial(reservation.give_back, "retrieval"),
+            rollouts.waiting_share,
+            rollouts.fail,
+        )
+        stack.push_async_callback(retrieval.close)
         limiter = await closing(actors.limiter()) if config.reward.has_judges else None
         models = {name: await closing(actors.reward_model(i, name)) for i, name in enumerate(config.reward.models)}
         rewards = [await closing(actors.reward(i, limiter, models)) for i in range(config.reward.workers)]
         startup_s = config.policy.startup_timeout_s
-        for name, handles in (("retrieval", retrieval), ("reward model", models.values()), ("reward", rewards)):
+        await retrieval.start()
+        for name, handles in (("reward model", models.values()), ("reward", rewards)):
             await asyncio.gather(*(answer(h.ping.remote(), f"{name}: start", startup_s) for h in handles))
-        search.announce(retrieval)
         await search.check()
-        await rollouts.connect_retrieval(retrieval)
         policy = None
         if with_policy:
             one_node = sum(node["Alive"] for node in ray.nodes()) == 1
@@ -146,7 +159,7 @@ async def open_fleet(
         if config.memory_reward.scorer_engine == "vllm":
             scorer = EngineLogProbs(config.rollout.replicas, rollouts.turns)
             rollouts.listeners.append(scorer.announce)
-        yield Fleet(rollouts, RayRewards(rewards, config.reward), search, Payloads(), policy, scorer)
+        yield Fleet(rollouts, RayRewards(rewards, config.reward), search, retrieval, Payloads(), policy, scorer)
 
 
 class GangHost:

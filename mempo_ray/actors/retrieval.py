@@ -113,10 +113,15 @@ class RetrievalActor:
     def __repr__(self) -> str:
         return f"RetrievalActor({own_name()}, {self._service.manifest.count} passages)"
 
-    async def ping(self) -> None:
-        """Returns once encoder and index answer."""
+    async def ping(self) -> str:
+        """Returns once encoder and index answer: the id of its Ray node, '' outside of Ray."""
         with typed_errors():
             await self._service.warm_up()
+        return ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
+
+    async def watch(self) -> None:
+        """Never returns. A caller that waits here learns of this process's death at once."""
+        await asyncio.Event().wait()
 
     async def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
         """Passages for each query, best first; [] for a query that is empty or over-long.
@@ -158,6 +163,10 @@ class RetrievalActor:
             "failed": now.failed + now.timeouts + now.overloaded,
         }
         return {f"search/{name}": value for name, value in values.items()}
+
+    async def drain(self) -> None:
+        """Returns when no search is in flight. It refuses none: whoever searches has been told not to come."""
+        await self._service.drain()
 
     async def close(self) -> None:
         """Waits for no search: those in flight fail."""

@@ -35,9 +35,9 @@ class RetrievalPool:
         self._router = Router((ToolFailed, Overloaded), (DeadlineExceeded,))
         self._seen: dict[str, Counters] = {}
 
-    def announce(self, actors: Sequence[ActorHandle]) -> None:
-        """These replicas serve, and no others."""
-        self._actors = {f"retrieval-{i}": actor for i, actor in enumerate(actors)}
+    def announce(self, replicas: Mapping[str, ActorHandle]) -> None:
+        """These replicas serve, and no others. A name is one replica's for good: it is part of each query's home."""
+        self._actors = dict(replicas)
         self._outboxes = {name: Outbox(partial(self._send, name, actor)) for name, actor in self._actors.items()}
         self._router.announce(self._actors)
 

@@ -12,16 +12,17 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
+from mempo_ray.actors.background import Background
 from mempo_ray.actors.calls import CLOSE_S, answer, close_actor
 from mempo_ray.actors.lease import Lease, SideBySide, Turns
-from mempo_ray.actors.pool_keeper import PoolKeeper
+from mempo_ray.actors.pool_keeper import PoolKeeper, rollout_size
 from mempo_ray.actors.weight_sync import PushInto, Snapshots, sync_engines
 from mempo_ray.config.schema import Config
 from mempo_ray.contracts import (
@@ -123,13 +124,13 @@ class RayRollouts:
         self._config = config
         self._make_engine, self._free_place = make_engine, free_place
         self._workers = list(workers)
-        self._retrieval: list[ActorHandle] = []
+        self._retrieval: Mapping[str, ActorHandle] = {}
         self._members: dict[str, Member] = {}
         self._places = itertools.count()
         self._joins: list[asyncio.Task] = []
         self._watchers: set[asyncio.Task] = set()
-        self._background: set[asyncio.Task] = set()  # the watchers, and whatever else nobody waits for
-        self._keeper = PoolKeeper(self, config)
+        self._background = Background(self.fail)  # the watchers, and whatever else nobody waits for
+        self._keeper = PoolKeeper(self, rollout_size(config))
         self._snapshots = Snapshots(config.weight_sync.timeout_s)
         self.waiting_share = WaitingShare()
         self._manifest: WeightManifest | None = None
@@ -152,12 +153,12 @@ class RayRollouts:
         """
         for _ in range(self._config.rollout.replicas):
             self._joins.append(asyncio.create_task(self._join(self._new_member())))
-        self._in_background(self._keeper.keep(), "pool keeper")
+        self._background.start(self._keeper.keep(), "pool keeper")
 
     def grow(self, count: int) -> None:
         """Ask for so many more engines; they serve when they have started, pulled and proven the weights."""
         for _ in range(count):
-            self._in_background(self._join(member := self._new_member(), is_late=True), f"join-{member.name}")
+            self._background.start(self._join(member := self._new_member(), is_late=True), f"join-{member.name}")
 
     def _new_member(self) -> Member:
         index = next(self._places)
@@ -170,7 +171,7 @@ class RayRollouts:
         member = self._members[name]
         log.warning("%s leaves: %s", name, because)
         self._set_state(member, "draining")
-        self._in_background(self._let_go(member), f"retire-{name}")
+        self._background.start(self._let_go(member), f"retire-{name}")
 
     async def _let_go(self, member: Member) -> None:
         with contextlib.suppress(
@@ -223,7 +224,7 @@ class RayRollouts:
         except (InfrastructureError, TrainingError) as error:
             member.failure = str(error)
             self._set_state(member, "dead")
-            self._in_background(self._replace(member), f"replace-{member.name}")
+            self._background.start(self._replace(member), f"replace-{member.name}")
         else:
             self.counters.engines_joined += is_late
             await self._attend(member)
@@ -241,15 +242,8 @@ class RayRollouts:
 
     async def _attend(self, member: Member) -> None:
         await self._announce()
-        self._watchers.add(watcher := self._in_background(self._watch(member), f"watch-{member.name}"))
+        self._watchers.add(watcher := self._background.start(self._watch(member), f"watch-{member.name}"))
         watcher.add_done_callback(self._watchers.discard)
-
-    def _in_background(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task:
-        """A failure of it is one of the pool: it ends the episodes, or the sync, that wait."""
-        task = asyncio.create_task(work, name=name)
-        self._background.add(task)
-        task.add_done_callback(self._background_ended)
-        return task
 
     async def _update(self, name: str, handle: ActorHandle, node: str, manifest: WeightManifest) -> float:
         manifest = await self._snapshots.within_reach(manifest, handle, node)
@@ -309,15 +303,15 @@ class RayRollouts:
         """`Engine.stats` of one member. Raises EngineFailed, DeadlineExceeded."""
         return await answer(member.handle.stats.remote(), f"{member.name}: stats", CLOSE_S, EngineFailed)
 
-    async def turns_waiting(self) -> int:
+    async def requests_waiting(self) -> int:
         """Turns that no engine has. An agent worker that is being restarted has none."""
         calls = (answer(worker.turns_waiting.remote(), "agent worker", CLOSE_S) for worker in self._workers)
         counts = await asyncio.gather(*calls, return_exceptions=True)
         return sum(count for count in counts if isinstance(count, int))
 
-    def _background_ended(self, task: asyncio.Task) -> None:
-        self._background.discard(task)
-        if not task.cancelled() and (error := task.exception()) and not self._failure.done():
+    def fail(self, error: BaseException) -> None:
+        """Something that episodes need is lost for good: those that wait, or the sync that does, end with it."""
+        if not self._failure.done():
             self._failure.set_exception(error)
             self._changed.set()
 
@@ -341,8 +335,9 @@ class RayRollouts:
 
         await asyncio.gather(*(tell(m) for m in self._members.values() if m.state in ("stale", "serving")))
 
-    async def connect_retrieval(self, actors: Sequence[ActorHandle]) -> None:
-        self._retrieval = list(actors)
+    async def connect_retrieval(self, replicas: Mapping[str, ActorHandle]) -> None:
+        """These replicas are searched, and no others. Returns when every agent worker knows."""
+        self._retrieval = replicas
         await self._announce()
 
     async def _announce(self) -> None:
@@ -510,10 +505,9 @@ class RayRollouts:
         }
 
     async def close(self) -> None:
-        background = [*self._background, *self._joins]
-        for task in background:
+        for task in self._joins:
             task.cancel()
-        await asyncio.gather(*background, return_exceptions=True)
+        await asyncio.gather(self._background.close(), *self._joins, return_exceptions=True)
         await asyncio.gather(*(close_actor(m.handle) for m in self._members.values()))
 
 

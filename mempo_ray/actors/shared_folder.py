@@ -15,13 +15,11 @@ import ray
 from mempo_ray.actors.calls import answer
 from mempo_ray.config.schema import Config
 from mempo_ray.errors import ConfigError
+from mempo_ray.placement.plan import folder_roles
 from mempo_ray.placement.reserve import Reservation
 
 ANSWER_S = 60.0
 """For a node to start a worker process and answer."""
-
-FOLDER_ROLES = ("policy", "rollout", "retrieval")
-"""They write checkpoints and logs, and read published weights and the index."""
 
 
 async def check_shared(config: Config, folder: Path, reservation: Reservation) -> None:
@@ -36,7 +34,7 @@ async def check_shared(config: Config, folder: Path, reservation: Reservation) -
     tokens = folder / ".tokens"
     tokens.mkdir(exist_ok=True)
     mine = _write(tokens)
-    placed = {role.name: role.count for role in reservation.plan.roles if role.name in FOLDER_ROLES}
+    placed = {role.name: role.count for role in reservation.plan.roles if role.name in folder_roles(config)}
     exchanges = {
         f"token of {role}-{i}": _exchange.options(**_beside(reservation, role, i)).remote(str(tokens), mine)
         for role, count in placed.items()

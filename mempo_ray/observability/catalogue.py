@@ -326,6 +326,11 @@ SECTIONS = (
             latency_p50_s | s | of the last 4,096 searches, median, of the slowest replica
             latency_p99_s | s | of the last 4,096 searches, 99th percentile, of the slowest replica
             num_replicas | replicas | that answered
+            num_serving | replicas | that are searched now
+            num_joining | replicas | that start, for the first time or again, now
+            replicas_joined | replicas | after the start: grown, or in the place of one that left
+            replicas_left | replicas | drained: shrunk, or their node was about to go
+            joins_failed | replicas | that did not start, or did not come back
             rejected | queries | empty or over-long
             failed | searches | encoder or index failed
             timeouts | searches | reached their deadline

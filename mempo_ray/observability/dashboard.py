@@ -143,9 +143,8 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
             {"of a step": "<retrieval/hit_rate>", "now": f"{_rate('search/hits')} / {_rate('search/queries')}"},
         ),
         Panel("Latency, p99", "s", _each("search/latency_p99_s")),
-        Panel(
-            "Batches", "short", {"queries of a batch": "<retrieval/batch_size>", "replicas": "<retrieval/num_replicas>"}
-        ),
+        Panel("Batches", "short", {"queries of a batch": "<retrieval/batch_size>"}),
+        Panel("Replicas", "short", _steps("retrieval", "num_serving num_joining")),
         Panel("Failures", "short", _steps("retrieval", "rejected failed timeouts overloaded")),
         Panel("Busy", "percentunit", {"{{role}}-{{replica}}": "rate(<search/busy_s>[$__rate_interval])"}),
     ),

@@ -103,7 +103,7 @@ async def collect(worker, asked):
 async def test_payloads_are_the_caller_s_and_survive_the_worker(folder, retrieval):
     worker = RemoteAgentLoopWorker.options(num_cpus=0).remote(0, FAST, Rollout(), folder)
     await worker.set_engines.remote({"a": ScriptedEngine.remote(folder)})
-    await worker.set_retrieval.remote([retrieval])
+    await worker.set_retrieval.remote({"a": retrieval})
     refs = [ref async for ref in worker.run.options(num_returns="streaming").remote(requests(3, 2))]
     assert len(refs) == 12
     ray.kill(worker)
@@ -119,7 +119,7 @@ async def test_turns_are_spread_over_the_engines(folder, retrieval):
     engines = {name: ScriptedEngine.remote(folder) for name in "ab"}
     worker = plain_worker(folder)
     await worker.set_engines(engines)
-    await worker.set_retrieval([retrieval])
+    await worker.set_retrieval({"a": retrieval})
     await collect(worker, requests(num_tasks=12, group_size=4))
     calls = [await engine.num_calls.remote() for engine in engines.values()]
     assert sum(calls) == 96
@@ -130,7 +130,7 @@ async def test_turns_are_spread_over_the_engines(folder, retrieval):
 async def test_a_turn_of_a_failed_engine_is_asked_again_elsewhere(folder, retrieval, failure):
     worker = plain_worker(folder)
     await worker.set_engines({"a": ScriptedEngine.remote(folder, 0, failure), "b": ScriptedEngine.remote(folder)})
-    await worker.set_retrieval([retrieval])
+    await worker.set_retrieval({"a": retrieval})
     ((_, summary),) = await collect(worker, requests())
     assert (summary.end_reason, summary.attempt) == (EndReason.ANSWERED, 0)
     stats = await worker.stats()
@@ -143,7 +143,7 @@ async def test_with_no_engine_left_a_turn_waits_for_the_next_announcement(folder
     worker = plain_worker(folder)
     dying = ScriptedEngine.remote(folder, 1)
     await worker.set_engines({"a": dying})
-    await worker.set_retrieval([retrieval])
+    await worker.set_retrieval({"a": retrieval})
     running = asyncio.create_task(collect(worker, requests()))
     await dying.asked.remote()
     await worker.set_engines({"a": ScriptedEngine.remote(folder)})
@@ -176,7 +176,7 @@ async def test_a_search_meets_another_replica_when_one_is_dead(folder, retrieval
     ray.kill(dead)
     worker = plain_worker(folder)
     await worker.set_engines({"a": ScriptedEngine.remote(folder)})
-    await worker.set_retrieval([dead, retrieval])
+    await worker.set_retrieval({"a": dead, "b": retrieval})
     ((_, summary),) = await collect(worker, requests())
     assert summary.end_reason is EndReason.ANSWERED
 
@@ -194,7 +194,7 @@ async def test_no_more_episodes_at_once_than_configured(folder, retrieval):
         await running
     await asyncio.wait_for(hanging.cancelled.remote(), 60)
     await worker.set_engines({"a": free})
-    await worker.set_retrieval([retrieval])
+    await worker.set_retrieval({"a": retrieval})
     assert len(await collect(worker, requests(num_tasks=3))) == 3
 
 

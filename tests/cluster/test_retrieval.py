@@ -134,7 +134,7 @@ async def test_a_replica_that_is_killed_amid_searches_fails_none_of_them_and_com
     actors = [remote.remote(SYNTHETIC, str(folder), PATIENCE_S) for _ in range(2)]
     await asyncio.gather(*(actor.ping.remote() for actor in actors))
     pool = RetrievalPool(deadline_s=PATIENCE_S)
-    pool.announce(actors)
+    pool.announce(dict(zip("ab", actors, strict=True)))
     queries = [" ".join(passage.text.split()[:2]) for passage in passages[:400]]
     searches = [asyncio.create_task(pool([query], 3)) for query in queries]
     await next(iter(asyncio.as_completed(searches)))
@@ -166,10 +166,10 @@ async def test_a_replica_that_joins_in_the_middle_takes_its_share(
     actors = [remote.remote(SYNTHETIC, str(folder), PATIENCE_S) for _ in range(2)]
     await asyncio.gather(*(actor.ping.remote() for actor in actors))
     pool = RetrievalPool(deadline_s=PATIENCE_S)
-    pool.announce(actors[:1])
+    pool.announce({"a": actors[0]})
     queries = [" ".join(passage.text.split()[:2]) for passage in passages[:200]]
     await asyncio.gather(*(pool([query], 3) for query in queries[:100]))
-    pool.announce(actors)
+    pool.announce(dict(zip("ab", actors, strict=True)))
     await asyncio.gather(*(pool([query], 3) for query in queries[100:]))
     counts = [(await actor.stats.remote())["queries"] - 1 for actor in actors]  # one to warm up
     assert sum(counts) == 200

@@ -41,7 +41,7 @@ async def search(request, tmp_path):
         yield actors[0].search
     elif request.param == "pool":
         pool = RetrievalPool(deadline_s=60)
-        pool.announce([FakeHandle(actor) for actor in actors])
+        pool.announce({f"retrieval-{i}": FakeHandle(actor) for i, actor in enumerate(actors)})
         yield pool
     else:
         recorder = Recorder(actors[0].search, tmp_path / "searches.arrow")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import pytest
 
@@ -75,7 +75,7 @@ class Worker:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def set_retrieval(self, actors: Sequence[object]) -> None:
+    async def set_retrieval(self, replicas: Mapping[str, object]) -> None:
         held, self.gate = self.gate, asyncio.Event()
         self.gate.set()
         await held.wait()
@@ -179,7 +179,7 @@ async def test_what_an_agent_worker_hears_last_is_what_is_true_last():
     pool = Pool(Engine())
     await pool.sync()
     held = pool.worker.gate = asyncio.Event()
-    early = asyncio.create_task(pool.rollouts.connect_retrieval([]))
+    early = asyncio.create_task(pool.rollouts.connect_retrieval({}))
     await asyncio.sleep(0)
     draining = asyncio.create_task(pool.rollouts.drain("rollout-0"))
     while pool.rollouts.engines()[0].state != "draining":

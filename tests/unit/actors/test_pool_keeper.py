@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from mempo_ray.actors.pool_keeper import PoolKeeper, bounds_of
+from mempo_ray.actors.pool_keeper import PoolKeeper, retrieval_size, rollout_size
 from mempo_ray.actors.rollout_pool import Member, WaitingShare
 from mempo_ray.config.load import load_file
-from mempo_ray.errors import EngineFailed
+from mempo_ray.errors import EngineFailed, ToolFailed
+from mempo_ray.placement.elastic import Bounds
 
 SLOTS = 4
 ELASTIC = ("rollout.max_replicas=3", f"rollout.max_num_seqs={SLOTS}", "rollout.scaling.down_idle_s=60")
@@ -60,18 +61,19 @@ class FakePool:
     async def load_of(self, member: Member) -> Mapping[str, float]:
         return {"num_in_flight": self.busy.get(member.name, 0)}
 
-    async def turns_waiting(self) -> int:
+    async def requests_waiting(self) -> int:
         return self.waiting
 
 
 class Kept:
     """A keeper, its pool of one engine on node n0, its clock, and the nodes that are about to go."""
 
-    def __init__(self, *words: str) -> None:
+    def __init__(self, *words: str, is_retrieval: bool = False) -> None:
         self.pool, self.clock, self.going = FakePool(), FakeClock(), set()
         self.pool.add()
         config = load_file(None, words)
-        self.keeper = PoolKeeper(self.pool, config, self.clock, lambda: frozenset(self.going))
+        size = retrieval_size(config) if is_retrieval else rollout_size(config)
+        self.keeper = PoolKeeper(self.pool, size, self.clock, lambda: frozenset(self.going))
 
     async def look(self, times: int = 1) -> None:
         for _ in range(times):
@@ -163,7 +165,56 @@ async def test_too_few_engines_for_too_long_end_the_run_though_no_sync_asks():
     ],
 )
 def test_a_pool_is_elastic_between_two_bounds_unless_its_engines_share_gpus(words, is_elastic):
-    assert (bounds_of(load_file(None, words)) is not None) == is_elastic
+    assert (rollout_size(load_file(None, words)).bounds is not None) == is_elastic
+
+
+@pytest.mark.parametrize(
+    ("words", "bounds"),
+    [
+        ((), None),
+        (("replicas=2",), None),
+        (("max_replicas=3", "max_batch=8"), Bounds(1, 3, slots=8)),
+        (("replicas=2", "min_replicas=1"), Bounds(1, 2, slots=64)),
+        (("max_replicas=3", "mode=replay", "record=searches.arrow"), None),
+    ],
+)
+def test_a_retrieval_pool_is_elastic_where_a_bound_differs_from_its_size_and_searches_need_an_index(words, bounds):
+    assert retrieval_size(load_file(None, [f"retrieval.{word}" for word in words])).bounds == bounds
+
+
+async def test_queries_in_flight_grow_the_pool_of_retrieval_replicas_and_idleness_shrinks_it_back():
+    words = ("retrieval.max_replicas=3", f"retrieval.max_batch={SLOTS}", "retrieval.scaling.down_idle_s=60")
+    kept = Kept(*words, is_retrieval=True)
+    first = kept.pool.members[0].name
+    kept.pool.busy[first] = 2 * SLOTS
+    await kept.look(12)
+    assert kept.pool.asked == 1
+    kept.pool.start()
+    kept.pool.busy.clear()
+    await kept.look(90)
+    assert ([m.name for m in kept.pool.members], len(kept.pool.retired)) == ([first], 1)
+
+
+async def test_retrieval_does_not_grow_where_the_run_hardly_waits_for_episodes():
+    kept = Kept("retrieval.max_replicas=3", f"retrieval.max_batch={SLOTS}", is_retrieval=True)
+    kept.pool.busy[kept.pool.members[0].name] = 2 * SLOTS
+    kept.pool.waiting_share.value = 0.1
+    await kept.look(30)
+    assert kept.pool.asked == 0
+
+
+async def test_too_few_retrieval_replicas_for_too_long_end_the_run_with_the_keys():
+    kept = Kept("retrieval.max_replicas=3", "policy.startup_timeout_s=30", is_retrieval=True)
+    kept.pool.members[0].state = "starting"
+    with pytest.raises(ToolFailed, match=r"retrieval\.min_replicas.*policy\.startup_timeout_s=30"):
+        await kept.look(40)
+
+
+async def test_an_engine_on_a_rank_s_gpu_stays_with_it_when_its_node_is_about_to_go():
+    kept = Kept("placement.layout=colocated", "policy.device=cuda")
+    kept.going.add("n0")
+    await kept.look(3)
+    assert (kept.pool.asked, kept.pool.retired) == (0, [])
 
 
 def test_the_share_of_waiting_is_that_of_the_last_whole_cycle():

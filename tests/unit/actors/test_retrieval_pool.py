@@ -25,6 +25,10 @@ class Full:
         return [Overloaded("4096 queries wait") for _ in searches]
 
 
+def named(*handles):
+    return {f"retrieval-{index}": handle for index, handle in enumerate(handles)}
+
+
 @pytest.fixture
 async def replicas(tmp_path):
     folder = str(prepare_index(SETTINGS, FACTS, tmp_path / "index"))
@@ -39,7 +43,7 @@ async def test_searches_go_on_when_a_replica_dies_and_it_is_counted(replicas, mo
 
     replace_ray(monkeypatch)
     pool = RetrievalPool(deadline_s=60)
-    pool.announce(replicas)
+    pool.announce(named(*replicas))
     before = [await pool([query], 1) for query in QUERIES]
     ray.kill(replicas[0])
     assert [await pool([query], 1) for query in QUERIES] == before
@@ -51,11 +55,11 @@ async def test_searches_go_on_when_a_replica_dies_and_it_is_counted(replicas, mo
 async def test_a_full_replica_s_searches_go_to_the_other(replicas):
     full = Full()
     pool = RetrievalPool(deadline_s=60)
-    pool.announce([FakeHandle(full), replicas[0]])
+    pool.announce(named(FakeHandle(full), replicas[0]))
     for query in QUERIES * 10:
         assert len(await pool([query], 2)) == 1
     assert full.num_calls <= 1
-    pool.announce([FakeHandle(full)])
+    pool.announce(named(FakeHandle(full)))
     with pytest.raises(Overloaded):
         await pool(QUERIES, 2)
 
@@ -70,7 +74,7 @@ async def test_without_replicas_a_search_fails_and_an_empty_one_does_not():
 
 async def test_stats_are_those_since_the_last_call(replicas):
     pool = RetrievalPool(deadline_s=60)
-    pool.announce(replicas)
+    pool.announce(named(*replicas))
     await pool(QUERIES, 1)
     await pool(QUERIES[:1], 1)
     first = await pool.stats()

@@ -155,3 +155,14 @@ async def test_a_replica_that_leaves_while_a_call_is_tried_is_not_asked():
     with pytest.raises(Away):
         await replicas.router.ask("q", 1, send)
     assert replicas.asked == [home]
+
+
+async def test_a_call_whose_only_replica_dies_is_asked_of_one_that_has_joined_meanwhile():
+    replicas = Replicas(a=Away())
+    replicas.say["b"] = None
+
+    async def send(name: str) -> str:
+        replicas.router.announce("ab")
+        return await replicas.send(name)
+
+    assert await replicas.router.ask("q", 1, send) == "b"

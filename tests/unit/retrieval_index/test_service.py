@@ -238,6 +238,23 @@ async def test_a_deadline_is_kept_and_the_late_result_serves_the_next_caller(
     assert encoder.batches == [["mentor Boko"]]
 
 
+async def test_draining_ends_when_those_in_flight_have_their_results_and_refuses_nobody(
+    service: RetrievalService, encoder: GatedEncoder
+) -> None:
+    held = await hold_the_executor(service, encoder)
+    late = asyncio.create_task(service.search(["mentor Vela"], 1))
+    await let_them_queue()
+    assert service.stats().num_in_flight == 2
+    draining = asyncio.create_task(service.drain())
+    await let_them_queue()
+    assert not draining.done()
+    encoder.gate.set()
+    await asyncio.wait_for(draining, PATIENCE_S)
+    assert service.stats().num_in_flight == 0
+    assert [len(results) for results in await asyncio.gather(held, late)] == [1, 1]
+    await service.drain()
+
+
 async def test_closing_fails_those_who_wait_and_those_who_come_later(
     service: RetrievalService, encoder: GatedEncoder
 ) -> None:
