@@ -60,7 +60,7 @@ def read_tests(text: str) -> CodeTests:
         codes = row.get("assert_case") or row.get("functional") or ()
         if any(codes):  # verl writes '' where a row has none
             return CodeTests(tuple(map(_code, [codes] if isinstance(codes, str) else codes)))
-        inputs, outputs, fn_name = list(row["inputs"]), list(row["outputs"]), row.get("fn_name") or ""
+        inputs, outputs, fn_name = list(row["inputs"]), list(row["outputs"]), str(row.get("fn_name") or "")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             "tests of a program must be JSON {'inputs': [...], 'outputs': [...], 'fn_name'?: ...}, or code with "
