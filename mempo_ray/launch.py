@@ -34,7 +34,7 @@ from mempo_ray.placement.plan import make_plan
 from mempo_ray.placement.ray_state import largest_shape, live_shape, view
 from mempo_ray.placement.shape import ClusterShape, ClusterView
 from mempo_ray.ports import MetricSink
-from mempo_ray.preflight import joins_a_cluster
+from mempo_ray.preflight import check_local_runs, joins_a_cluster
 from mempo_ray.rewards.rows import row_check
 from mempo_ray.session import Session
 
@@ -73,6 +73,7 @@ async def open_session(config: Config, *, with_engines: bool = True) -> AsyncGen
         stack.enter_context(connected(config, folder.root.name))
         sinks.append(RaySink(folder.root.name))
         plan = make_plan(config, shape_to_plan_for(config), read_model_shape(config.policy.model)).require()
+        check_local_runs(config, plan)
         model_dir = model_folder(config.policy.model)
         columns = config.data.question_key, config.data.answer_key
         train_tasks = read_tasks(config.data.train, *columns, row_check(config.reward))

@@ -38,7 +38,7 @@ from mempo_ray.data.world import is_synthetic, same_atlas
 from mempo_ray.errors import ConfigError, DataError, MempoError, ToolFailed
 from mempo_ray.observability.mirror import Mirror, find_checkpoint
 from mempo_ray.placement.machine import this_machine
-from mempo_ray.placement.plan import Plan, make_plan
+from mempo_ray.placement.plan import Plan, few, folder_roles, make_plan
 from mempo_ray.placement.shape import ClusterShape, ClusterView, read_cluster_shape
 from mempo_ray.rewards.registry import MANAGERS, SCORERS
 from mempo_ray.rewards.rows import has_programs, row_check
@@ -112,6 +112,12 @@ def preflight(config: Config, *, dry_run: bool = False, view: ClusterView | None
     plan = make_plan(config, shape, read_model_shape(config.policy.model))
     if not dry_run and not joins_a_cluster(config):
         plan.require()
+    try:
+        check_local_runs(config, plan)
+    except ConfigError as error:
+        if not dry_run:
+            raise
+        missing = "\n".join(filter(None, [missing, str(error)]))
     return Checked(config, plan, missing, "" if view is None else plan.busy(view))
 
 
@@ -412,6 +418,24 @@ def check_run_folder(config: Config) -> None:
             pass
     except OSError as error:
         raise ConfigError(f"run.dir: cannot write to {folder} ({error.strerror}); choose a writable folder.") from None
+
+
+def check_local_runs(config: Config, plan: Plan) -> None:
+    """Where `run.dir` is a URI and the plan spans nodes, the local part of the run is not in the /tmp of each.
+
+    Raises:
+        ConfigError: it is.
+    """
+    mirror, roles = Mirror.of(config.run.dir), folder_roles(config)
+    actors = ((role.name, i) for role in plan.roles if role.name in roles for i in range(role.count))
+    nodes = {node.name for actor in actors if (node := plan.node_of(*actor)) is not None}
+    if mirror is not None and not mirror.is_shareable and len(nodes) > 1:
+        raise ConfigError(
+            f"run.dir: {mirror.uri} gets checkpoints at once and all else as copies, but while the run lasts its nodes "
+            f"({few(sorted(nodes))}) share published weights, index and logs in a folder, and {mirror.runs} is each "
+            "node's own. Set MEMPO_LOCAL_RUNS to a folder that all nodes mount at the same path (NFS, EFS, FSx, "
+            "Filestore), or run on one node."
+        )
 
 
 def check_resume(config: Config, model: Path) -> None:

@@ -5,7 +5,8 @@
     all else           the driver, locally            copied by `push` after each checkpoint and at the end
     run.resume=auto    `newest_checkpoint`, `pull`    the URI's run comes back without its checkpoints
 
-`index/` and `weights/` are not copied: a run makes them again. The local folder is $MEMPO_LOCAL_RUNS, or one in /tmp.
+`index/` and `weights/` are not copied: a run makes them again. The local folder is $MEMPO_LOCAL_RUNS, or one in /tmp;
+on several nodes it must be one that all of them mount, since ranks, engines and retrieval replicas use it too.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Mirror:
     filesystem: FileSystem
     path: str
     runs: Path  # local folder in which runs are written before they are copied
+    is_shareable: bool = False  # that folder is the user's choice, not this machine's /tmp
     _pushed: dict[str, int] = field(default_factory=dict)  # remote file → mtime (ns) of what was copied
 
     @classmethod
@@ -59,8 +61,9 @@ class Mirror:
             raise ConfigError(
                 f"run.dir: {run_dir!r} is no path and no URI that pyarrow knows (file, s3, gs, hdfs, abfs): {error}"
             ) from None
-        runs = Path(os.environ.get("MEMPO_LOCAL_RUNS") or Path(tempfile.gettempdir()) / f"mempo-runs-{os.getuid()}")
-        return cls(run_dir.rstrip("/"), filesystem, path.rstrip("/"), runs)
+        given = os.environ.get("MEMPO_LOCAL_RUNS")
+        runs = Path(given or Path(tempfile.gettempdir()) / f"mempo-runs-{os.getuid()}")
+        return cls(run_dir.rstrip("/"), filesystem, path.rstrip("/"), runs, is_shareable=bool(given))
 
     def check_writable(self) -> None:
         """Write a file and delete it. Raises ConfigError."""

@@ -182,6 +182,12 @@ def make_plan(
     return replace(plan, shortages=shortages, notes=_notes(config, plan, model))
 
 
+def folder_roles(config: Config) -> tuple[str, ...]:
+    """Roles that use the run's folder: published weights, checkpoints, logs, the index, searches that are recorded."""
+    records = config.retrieval.mode == "record" and not config.retrieval.record
+    return ("policy", "rollout", "retrieval", *(["agent_loop"] if records else []))
+
+
 # -- what each role asks for --------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """The checks before a run, one by one; the messages as a person sees them are in tests/e2e/test_bad_input.py."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from mempo_ray.config.load import build
 from mempo_ray.contracts import Task
 from mempo_ray.errors import ConfigError, DataError
+from mempo_ray.placement.plan import folder_roles
 from mempo_ray.preflight import (
     check_names,
     check_probes,
@@ -245,3 +247,28 @@ def test_what_a_part_of_a_hybrid_reward_names_must_be_there(part, words):
     with pytest.raises(ConfigError) as caught:
         check_names(run(reward={"manager": "hybrid", "styles": {"x": part}}))
     assert words in str(caught.value)
+
+
+def test_a_uri_over_several_nodes_needs_a_local_folder_that_they_share_and_the_dry_run_says_it(tmp_path, monkeypatch):
+    shape = tmp_path / "shape.yaml"
+    shape.write_text("nodes: [{count: 2, cpus: 0.6, name: small}, {cpus: 8, name: large}]")
+    placement = {"cluster_shape": str(shape)}
+    monkeypatch.delenv("MEMPO_LOCAL_RUNS", raising=False)
+
+    def missing(**sections) -> str:
+        at = {"dir": (tmp_path / "bucket").as_uri()}
+        return preflight(run(run=at, placement=placement, **sections), dry_run=True).missing
+
+    apart = {"retrieval": {"replicas": 3}}
+    assert re.search(r"run\.dir: file://.* \(large, small 0, small 1\) share .* Set MEMPO_LOCAL_RUNS", missing(**apart))
+    shape.write_text("nodes: [{cpus: 8}]")
+    assert "run.dir" not in missing(**apart)
+    shape.write_text("nodes: [{count: 2, cpus: 0.6, name: small}, {cpus: 8, name: large}]")
+    monkeypatch.setenv("MEMPO_LOCAL_RUNS", str(tmp_path / "mounted"))
+    assert "run.dir" not in missing(**apart)
+
+
+def test_agent_workers_use_the_run_s_folder_where_they_record_their_searches_in_it():
+    assert "agent_loop" not in folder_roles(run())
+    assert "agent_loop" in folder_roles(run(retrieval={"mode": "record"}))
+    assert "agent_loop" not in folder_roles(run(retrieval={"mode": "record", "record": "elsewhere/searches.arrow"}))
