@@ -25,9 +25,11 @@ def test_twice_stops_at_once_whatever_the_driver_is_doing(stage: str, tmp_path: 
     with adopted_orphans(), DriverRun(tmp_path, *WORDS) as run:
         run.wait_for(stage)
         interrupt(run)
-        if stage != "starting Ray":  # there is no step yet to wait for
-            run.wait_for("once more to stop at once")
+        # While Ray starts there is no step to wait for; on a busy machine it may have started before the signal came.
+        if run.says("once more to stop at once"):
             interrupt(run)
+        else:
+            assert stage == "starting Ray", run.output
         code = run.finish()
     assert code == 130, run.output
     assert "Traceback" not in run.output
