@@ -317,6 +317,7 @@ class AgentLoopWorker:
             "turn_wait_s": self._engines.wait_s,
             "tool_wait_s": sum(self._tools.wait_s.values()),
             "tool_tries_failed": float(self._tools.failures.total()),
+            "tool_reconnects": float(self._tools.reconnects.total()),
             "episodes_in_flight": float(self._num_running),
         }
         self._counts.clear()
@@ -324,6 +325,7 @@ class AgentLoopWorker:
         self._engines.num_repeats = self._engines.num_affine = 0
         self._engines.wait_s = 0.0
         self._tools.failures.clear()
+        self._tools.reconnects.clear()
         self._tools.wait_s.clear()
         return counts
 

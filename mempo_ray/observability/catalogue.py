@@ -236,6 +236,7 @@ SECTIONS = (
                 turn_wait_s | s | that episodes waited for turns, summed over episodes
                 tool_wait_s | s | that episodes waited for tools, summed over episodes
                 tool_tries_failed | tries | of tool calls; each was tried again, or failed its episode
+                tool_reconnects | connections | to MCP servers that had died or hung
                 searches | queries | asked by the agent workers
                 searches_repeated | queries | of them, answered in the worker
                 searches_failed | searches | at a replica or server; each was asked again, or failed its caller

@@ -1,8 +1,10 @@
-"""An MCP server over stdin and stdout, as a program: `python mcp_server.py`. Its tools add, fail, and die."""
+"""An MCP server over stdin and stdout, as a program: `python mcp_server.py`. It adds, refuses, waits, hangs, dies."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
 
 from mcp import MCPError
 from mcp.server import MCPServer
@@ -23,6 +25,20 @@ def refuse(why: str) -> str:
     if why == "protocol":
         raise MCPError(INVALID_PARAMS, "no such reason")
     raise ValueError(why)
+
+
+@server.tool()
+async def wait(seconds: float) -> str:
+    """Answers late, and others meanwhile."""
+    await asyncio.sleep(seconds)
+    return "at last"
+
+
+@server.tool()
+async def hang() -> str:
+    """The server answers nobody any more."""
+    time.sleep(600)
+    return ""
 
 
 @server.tool()

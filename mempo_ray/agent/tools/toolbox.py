@@ -83,6 +83,8 @@ class Toolbox:
         self._opening = asyncio.Lock()
         self.failures: Counter[str] = Counter()
         """Tries of a call that failed, and releases, by tool."""
+        self.reconnects: Counter[str] = Counter()
+        """How often an MCP server that had died or hung was connected again, by server."""
         self.wait_s: defaultdict[str, float] = defaultdict(float)
         """Seconds that episodes waited for answers, retries included, by tool."""
         catalogue = read_catalogue(agent.tools_file)
@@ -104,7 +106,7 @@ class Toolbox:
                 from mempo_ray.agent.tools.mcp import McpServer  # a heavy import that most runs do not need
 
                 entry = self._waiting[0]
-                server = McpServer(entry)
+                server = McpServer(entry, self.reconnects)
                 self._servers.append(server)
                 for tool in await server.tools():
                     self._hold(tool, entry)

@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 import yaml
 
-from mempo_ray.agent.tools import Services, Toolbox, ToolCall
+from mempo_ray.agent.tools import Services, Toolbox, ToolCall, mcp
 from mempo_ray.config.schema import Agent
 from mempo_ray.contracts import EpisodeRequest, Task
 from mempo_ray.errors import ConfigError, ToolFailed
@@ -35,9 +35,9 @@ def make(tmp_path):
     return make
 
 
-async def call(tools: Toolbox, what: ToolCall) -> str:
+async def call(tools: Toolbox, what: ToolCall, timeout_s: float = 60) -> str:
     async with tools.session(REQUEST) as session:
-        result = await session.call(what, asyncio.get_running_loop().time() + 60, 0)
+        result = await session.call(what, asyncio.get_running_loop().time() + timeout_s, 0)
     return "\n".join(passage.text for passage in result.passages)
 
 
@@ -47,7 +47,7 @@ async def test_a_server_over_stdio_is_asked_and_ends_with_the_toolbox(make):
     assert tools.names == ("search",)
     assert await tools.open()
     assert not await tools.open()
-    assert tools.names == ("search", "add", "refuse", "die")
+    assert tools.names == ("search", "add", "refuse", "wait", "hang", "die")
     assert await call(tools, ADD) == "105"
     assert await call(tools, ToolCall("add", {"a": 2, "b": "x"})) == "error: argument 'b' must be a JSON integer"
     assert (await call(tools, ToolCall("refuse", {"why": "not today"}))).startswith("error:")
@@ -66,6 +66,46 @@ async def test_a_server_that_dies_is_a_failure_and_is_started_again_for_the_next
     await tools.close()
 
 
+async def test_a_server_that_hangs_is_left_and_started_again_for_the_next_call(make, monkeypatch):
+    monkeypatch.setattr(mcp, "ALIVE_S", 0.2)
+    before = set(psutil.Process().children(recursive=True))
+    tools = make(command=COMMAND, retries=1, timeout_s=20)
+    await tools.open()
+    (hanging,) = set(psutil.Process().children()) - before
+    with pytest.raises(ToolFailed, match="no answer within"):
+        await call(tools, ToolCall("hang", {}), timeout_s=0.3)
+    assert await call(tools, ADD) == "5"
+    assert not hanging.is_running()
+    assert tools.reconnects == {"calc": 1}
+    await tools.close()
+
+
+async def test_a_call_that_lasts_too_long_costs_the_others_nothing(make):
+    tools = make(command=COMMAND, timeout_s=20)
+    await tools.open()
+    beside = asyncio.create_task(call(tools, ToolCall("wait", {"seconds": 1})))
+    with pytest.raises(ToolFailed, match="no answer within"):
+        await call(tools, ToolCall("wait", {"seconds": 600}), timeout_s=0.3)
+    assert await call(tools, ADD) == "5"
+    assert await beside == "at last"
+    assert tools.reconnects == {}
+    await tools.close()
+
+
+async def test_a_caller_that_leaves_while_a_server_starts_leaves_no_process_behind(make):
+    """The next one begins anew."""
+    before = set(psutil.Process().children(recursive=True))
+    tools = make(command=COMMAND)
+    opening = asyncio.create_task(tools.open())
+    while not set(psutil.Process().children()) - before:
+        await asyncio.sleep(0.01)
+    opening.cancel()
+    await asyncio.wait([opening])
+    assert await tools.open()
+    assert len(set(psutil.Process().children()) - before) == 1
+    await tools.close()
+
+
 async def test_only_the_tools_that_the_file_names_are_taken(make):
     tools = make(command=COMMAND, tools=["add"])
     await tools.open()
@@ -75,7 +115,7 @@ async def test_only_the_tools_that_the_file_names_are_taken(make):
 
 async def test_a_tool_that_the_server_does_not_have_is_an_error(make):
     tools = make(command=COMMAND, tools=["subtract"])
-    with pytest.raises(ConfigError, match=r"'calc' has no tool 'subtract'; it has add, refuse, die"):
+    with pytest.raises(ConfigError, match=r"'calc' has no tool 'subtract'; it has add, refuse, wait, hang, die"):
         await tools.open()
     await tools.close()
 
