@@ -1,6 +1,6 @@
 """The parts of a hybrid reward, asked side by side, each where it belongs.
 
-response ──parts_for──▶ rule, sandbox   a ManagerHost of its own: threads, processes or Ray actors
+response ──parts_for──▶ rule, sandbox   a ManagerHost of its own; all share the worker's scorer processes
                         api             an ApiJudge, under the cluster's limits (limiter.py)
                         model           the reward model's actor (reward_model.py)
          ◀──combine──── Scored | Unscored of each
@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 
 from mempo_ray.actors.calls import CLOSE_S, answer
 from mempo_ray.actors.limiter import JudgeLimiter, RayLimiter
-from mempo_ray.actors.manager_host import ManagerHost
+from mempo_ray.actors.manager_host import ManagerHost, scorer_processes
 from mempo_ray.config.schema import Reward
 from mempo_ray.contracts import Score, Unscored
 from mempo_ray.errors import ConfigError, InfrastructureError
@@ -40,6 +40,8 @@ class HybridHost:
         self._settings = settings
         self._hosts: list[ManagerHost] = []
         self._judges: list[ApiJudge] = []
+        rules = [name for name, style in settings.styles.items() if style.style in ("rule", "sandbox")]
+        self._pool = scorer_processes(settings, {name: part_settings(name, settings) for name in rules}, plugins)
         self._limiter = JudgeLimiter(settings.styles) if limiter is None else RayLimiter(limiter)
         self._parts = {name: self._part(name, plugins, reward_models) for name in settings.styles}
 
@@ -54,7 +56,7 @@ class HybridHost:
 
     @property
     def pids(self) -> list[int]:
-        return [pid for host in self._hosts for pid in host.pids]
+        return self._pool.pids
 
     async def close(self) -> None:
         await asyncio.gather(*(closing.close() for closing in (*self._hosts, *self._judges)))
@@ -69,7 +71,7 @@ class HybridHost:
             if name not in reward_models:
                 raise ConfigError(f"reward.styles.{name}: a reward model is served by a run's fleet, and there is none")
             return _ModelPart(name, reward_models[name], style.reward_model.timeout_s)
-        host = ManagerHost(part_settings(name, self._settings), plugins)
+        host = ManagerHost(part_settings(name, self._settings), plugins, part=name, pool=self._pool)
         self._hosts.append(host)
         return host.score
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ from mempo_ray.contracts import Score, Unscored
 from mempo_ray.errors import CallFailed, ConfigError
 from mempo_ray.rewards.contract import Response, as_score
 from mempo_ray.rewards.hosting import Place, host, place_of, ready, score_batch_hosted, score_hosted
-from mempo_ray.rewards.isolation import START_S, KillablePool, Setup
+from mempo_ray.rewards.isolation import START_S, KillablePool, ScorerProcess, Setup
 from mempo_ray.rewards.registry import MANAGERS, load_manager
 
 NUM_THREADS = 8  # scores that run at once in threads: shipped scorers take microseconds, others wait for a network
@@ -74,13 +74,32 @@ class _Route:
             raise CallFailed(f"{type(error).__name__}: {error}", "scorer_error") from error
 
 
-class ManagerHost:
-    """Scores responses in the places that `hosting.place_of` names. Lives in one event loop."""
+def scorer_processes(
+    settings: Reward,
+    managers: Mapping[str, Reward],
+    plugins: Sequence[str],
+    new_process: Callable[[], ScorerProcess] | None = None,
+) -> KillablePool:
+    """`reward.processes` processes, each with a manager for every part ("" = the whole reward)."""
+    setup = Setup(host, (managers, tuple(plugins)), int(settings.memory_gb * 1e9))
+    return KillablePool(settings.processes, settings.timeout_s, setup, new_process)
 
-    def __init__(self, settings: Reward, plugins: Sequence[str] = ()) -> None:
+
+class ManagerHost:
+    """Scores responses in the places that `hosting.place_of` names. Lives in one event loop.
+
+    Args:
+        part: of a hybrid reward, that this is the manager of, and
+        pool: the processes that it shares with the other parts.
+    """
+
+    def __init__(
+        self, settings: Reward, plugins: Sequence[str] = (), *, part: str = "", pool: KillablePool | None = None
+    ) -> None:
         """Raises ConfigError: unknown manager or scorer, or a custom function that cannot be loaded."""
         self._settings = settings
         self._plugins = tuple(plugins)
+        self._part, self._pool = part, pool
         self._routes: dict[Place, _Route] = {}
         self._waiting: dict[Place, deque[tuple[Response, asyncio.Future]]] = {}
         self._serving: set[asyncio.Task] = set()
@@ -182,12 +201,12 @@ class ManagerHost:
 
     def _processes(self, place: Place) -> _Route:
         settings = self._settings
-        setup = Setup(host, (settings, self._plugins), int(settings.memory_gb * 1e9))
-        start = {"new_process": RayScorerProcess} if place == "ray" else {}
-        executor = KillablePool(settings.processes, settings.timeout_s, setup, **start)
+        remote = RayScorerProcess if place == "ray" else None
+        executor = self._pool or scorer_processes(settings, {self._part: settings}, self._plugins, remote)
         batches = scores_batches(settings)
         places = asyncio.Semaphore(settings.processes if batches else 2**31)  # the pool has a queue of its own
-        return _Route(executor, score_hosted, score_batch_hosted if batches else None, places)
+        score_batch = functools.partial(score_batch_hosted, self._part) if batches else None
+        return _Route(executor, functools.partial(score_hosted, self._part), score_batch, places)
 
 
 async def _score_alone(route: _Route, response: Response) -> Score:

@@ -62,7 +62,8 @@ def scored_at_once(settings: Reward, data_source: str) -> int:
 def longest_call_s(settings: Reward) -> float:
     """After which a worker that has not answered is no longer waited for: every call before it may have hung, and its
     process may have had to be started again each time."""
-    rules_s = (settings.timeout_s + START_S) * calls_at_once(settings) / settings.processes
+    num_rules = sum(style.style in ("rule", "sandbox") for style in settings.styles.values())
+    rules_s = (settings.timeout_s + START_S) * calls_at_once(settings) * max(1, num_rules) / settings.processes
     parts_s = [max(style.judge.timeout_s, style.reward_model.timeout_s) for style in settings.styles.values()]
     return max([rules_s, *parts_s]) + CLOSE_S
 

@@ -1,9 +1,9 @@
-"""Where a response is scored, and what a scorer process does: it makes the manager once, and scores by it."""
+"""Where a response is scored, and what a scorer process does: it makes the managers once, and scores by them."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from mempo_ray.config.schema import Reward
@@ -14,7 +14,7 @@ from mempo_ray.rewards.registry import MANAGERS, Manager, load_manager, scorer_f
 
 Place = Literal["thread", "sandbox", "process", "ray"]
 
-_manager: Manager | None = None  # of this process, if it is a scorer process
+_managers: dict[str, Manager] = {}  # of this process, if it is a scorer process, by part of a hybrid reward ("" = none)
 
 
 def place_of(settings: Reward, data_source: str) -> Place:
@@ -41,22 +41,19 @@ def import_plugins(plugins: Sequence[str]) -> None:
         importlib.import_module(plugin)
 
 
-def host(settings: Reward, plugins: Sequence[str]) -> None:
-    """Initializer of a scorer process."""
-    global _manager
+def host(settings: Mapping[str, Reward], plugins: Sequence[str]) -> None:
+    """Initializer of a scorer process: a manager for each part."""
     import_plugins(plugins)
-    _manager = load_manager(settings)
+    _managers.update({part: load_manager(own) for part, own in settings.items()})
 
 
 def ready() -> None:
-    """Does nothing; that it returns says that the process has made its manager."""
+    """Does nothing; that it returns says that the process has made its managers."""
 
 
-def score_hosted(response: Response) -> Score:
-    assert _manager is not None, "host() first"
-    return _manager.score(response)
+def score_hosted(part: str, response: Response) -> Score:
+    return _managers[part].score(response)
 
 
-def score_batch_hosted(responses: Sequence[Response]) -> list[Score]:
-    assert _manager is not None, "host() first"
-    return _manager.score_batch(responses)  # pyrefly: ignore[missing-attribute]
+def score_batch_hosted(part: str, responses: Sequence[Response]) -> list[Score]:
+    return _managers[part].score_batch(responses)  # pyrefly: ignore[missing-attribute]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from pydantic import ValidationError
 
-from mempo_ray.actors.reward import RewardManagerWorker
+from mempo_ray.actors.reward import RewardManagerWorker, longest_call_s
 from mempo_ray.config.schema import Judge, Reward, Style
 from mempo_ray.contracts import Scored, TrajectoryBatch, Unscored
 from mempo_ray.errors import ConfigError
@@ -71,6 +73,17 @@ async def test_a_worker_asks_each_part_where_it_belongs(tmp_path):
         assert fine.parts == {"rule": 0.0, "process": 0.5, "judge": 0.25}
         assert (exits.kind, exits.reason.startswith("process: ")) == ("scorer_error", True)
         await worker.close()
+
+
+async def test_all_rules_share_the_worker_s_processes():
+    styles = STYLES | {"hostile": Style(scorer="test-org/hostile", data_sources=("other",))}
+    settings = Reward(manager="hybrid", styles=styles, isolation="process", processes=2)
+    worker = RewardManagerWorker(settings, [hostile_scorers.__name__])
+    scores = await asyncio.gather(*(worker.judge(RESPONSE) for _ in range(8)))
+    assert [score.parts for score in scores] == [{"em": 1.0, "words": 1.0}] * 8
+    assert len(await worker.pids()) == 2
+    assert longest_call_s(settings) > 2 * longest_call_s(Reward(isolation="process", processes=2))
+    await worker.close()
 
 
 def test_a_reward_model_without_a_fleet_is_told_before_anything_is_scored():
