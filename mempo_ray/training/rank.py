@@ -90,6 +90,7 @@ class PolicyRank:
         self.version = version
         self.push = push or _no_push
         self._num_tokens = self._num_passes = 0
+        self._give_back()
 
     def run(self, sequence: int, command: Command, *payloads: Batch) -> CommandReply:
         """Obey one command.
@@ -105,7 +106,13 @@ class PolicyRank:
         self.next_sequence += 1
         self._num_tokens = self._num_passes = 0
         value = self._do(command, payloads)
+        self._give_back()
         return CommandReply(sequence, self.version, value, self._num_tokens, self._num_passes)
+
+    def _give_back(self) -> None:
+        """What passes held of a GPU, PyTorch keeps for the next ones: an engine that wakes up there needs it."""
+        if self.settings.shares_gpu:
+            torch.cuda.empty_cache()
 
     def _do(self, command: Command, payloads: tuple[Batch, ...]) -> object:
         match command:

@@ -20,6 +20,7 @@ class RankSettings:
     seed: int
     collective_timeout_s: float  # deadline of any wait of one rank for another
     plugins: tuple[str, ...]
+    shares_gpu: bool  # with an engine, in turns
 
     @classmethod
     def from_config(cls, config: Config) -> RankSettings:
@@ -33,4 +34,5 @@ class RankSettings:
             seed=config.run.seed,
             collective_timeout_s=config.batch_executor.command_timeout_s,
             plugins=config.plugins,
+            shares_gpu=config.placement.layout == "colocated",
         )

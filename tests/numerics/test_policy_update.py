@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mempo_ray.contracts import PublishCommand, ScoreCommand, SftCommand
+from mempo_ray.contracts import FreezeReferenceCommand, PublishCommand, ScoreCommand, SftCommand
 from mempo_ray.errors import ConfigError, WorkerFailed
 from mempo_ray.training.rank import PolicyRank
 from mempo_ray.training.rows import policy_rows
@@ -265,6 +265,17 @@ def test_a_model_that_attends_as_no_tree_can_is_refused_at_its_loading(
     config.write_text(json.dumps(json.loads(config.read_text()) | written))
     with pytest.raises(ConfigError, match=f"policy.model: .*{reason}.*; take a model like Llama or Qwen"):
         PolicyRank(settings(folder), solo_gang)
+
+
+@pytest.mark.parametrize(("layout", "times"), [("colocated", 2), ("disaggregated", 0)])
+def test_a_rank_that_shares_its_gpu_gives_back_what_loading_and_each_command_held(
+    layout: str, times: int, tiny_model, solo_gang, monkeypatch
+) -> None:
+    given_back: list[int] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(1))
+    rank = PolicyRank(settings(tiny_model, placement={"layout": layout}), solo_gang)
+    rank.run(0, FreezeReferenceCommand())
+    assert len(given_back) == times
 
 
 def test_a_command_out_of_sequence_is_refused_before_it_runs(tiny_model, solo_gang) -> None:
