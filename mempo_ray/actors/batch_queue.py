@@ -114,6 +114,7 @@ class BatchQueue(Generic[RequestT, ResultT]):
             async with asyncio.timeout(timeout_s):
                 return await waiting.future
         except TimeoutError:
+            self._count(num_failed=1)
             raise self._deadline(ticket) from None
         finally:
             self._scheduler.cancel(number)
@@ -267,10 +268,12 @@ class BatchQueue(Generic[RequestT, ResultT]):
         self._running = None
 
     def _answer(self, ticket: Ticket, result: ResultT | MempoError) -> None:
+        waiting = self._waiting.get(ticket.number)
+        if waiting is None or waiting.future.done():  # its caller went away meanwhile
+            return
         failed = isinstance(result, MempoError)
         self._count(num_failed=failed, num_answered=not failed)
-        if (waiting := self._waiting.get(ticket.number)) is not None:  # else its caller went away meanwhile
-            _settle(waiting.future, result)
+        _settle(waiting.future, result)
 
     def _deadline(self, ticket: Ticket) -> DeadlineExceeded:
         timeout_s = ticket.deadline_s - ticket.arrived_s

@@ -261,6 +261,14 @@ async def test_a_set_is_held_until_it_is_complete_and_cut_in_order_of_ids():
     assert gang.micro_batches == [("0", "1", "2", "3"), ("4", "5")]
 
 
+async def test_each_request_counts_once_also_where_its_answer_comes_too_late():
+    e = executor(FakeGang(token_s=0.1), micro_batch_tokens=10)
+    calls = (request("late", deadline_s=0.5), request("queued", deadline_s=0.7), request("in time"))
+    await asyncio.gather(*map(e.logprobs, calls), return_exceptions=True)
+    stats = await e.stats()
+    assert (stats["executor/num_failed"], stats["executor/num_answered"]) == (2, 1)
+
+
 async def test_waits_that_nobody_asks_for_take_bounded_memory(monkeypatch):
     monkeypatch.setattr(batch_queue, "KEPT_WAITS", 2)
     e = executor(FakeGang(token_s=0.1), micro_batch_tokens=10)
