@@ -21,6 +21,9 @@ from retrieval_index.routing import Router
 
 STATS_S = 20.0
 
+COUNTED = ("rejected", "failed", "timeouts", "overloaded", "disk_failures", "batches_failed")
+"""Counters of a replica that are metrics by their own name."""
+
 Counters = Mapping[str, float]
 """Of one replica since its start: `retrieval_index.service.ServiceStats`."""
 
@@ -103,7 +106,7 @@ def retrieval_metrics(before: Mapping[str, Counters], now: Mapping[str, Counters
         "latency_p50_s": max(c["latency_p50_s"] for c in now.values()),
         "latency_p99_s": max(c["latency_p99_s"] for c in now.values()),
         "num_replicas": float(len(now)),
-        **{name: grown(name) for name in ("rejected", "failed", "timeouts", "overloaded", "disk_failures")},
+        **{name: grown(name) for name in COUNTED},
     }
     return {f"retrieval/{name}": value for name, value in metrics.items()}
 

@@ -337,6 +337,7 @@ SECTIONS = (
             timeouts | searches | reached their deadline
             overloaded | searches | refused: the queue was full
             disk_failures | failures | of the disk cache; it is out of use from then on
+            batches_failed | batches | that encoder or index failed; each was run again, a query at a time
             """,
         ),
     ),
