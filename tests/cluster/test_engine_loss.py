@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group_table
 
 from mempo_ray.actors.calls import answer
 from mempo_ray.actors.cluster import connected
@@ -95,6 +96,7 @@ async def lose_in_the_middle(config: Config, folder: RunFolder, lose: Lose) -> t
         assert not any(summary.end_reason.is_infrastructure or summary.attempt for summary in ended)
         await until(lambda: sum(engine.state == "serving" for engine in rollouts.members) == ENGINES)
         assert node not in {engine.node for engine in rollouts.members}
+        await until(lambda: reserved() <= {engine.name for engine in rollouts.members})  # none without one
         return turns[lost.name], await rollouts.stats()
 
 
@@ -112,6 +114,12 @@ async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(WAIT_S):
         while not holds():
             await asyncio.sleep(0.1)
+
+
+def reserved() -> set[str]:
+    """Engines that have a placement group."""
+    groups = [group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
+    return {own for own in (name.rpartition(":")[2] for name in groups) if own.startswith("rollout")}
 
 
 async def drain_its_node(rollouts: RayRollouts, engine: Member) -> None:
