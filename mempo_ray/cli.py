@@ -29,18 +29,23 @@ app = typer.Typer(
 )
 app.add_typer(index_app, name="index", help="Build, inspect and search passage indexes.")
 
-OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
+DRIVEN = "[--config FILE] [--dry-run] [key=value]..."
+"""Arguments of the commands that the driver parses."""
 
 
-@app.command(context_settings=OVERRIDES)
+@app.command(context_settings=OVERRIDES, options_metavar=DRIVEN)
 def train(context: typer.Context) -> None:
-    """[--config FILE] [key=value ...]: train; without arguments the quickstart."""
+    """Train; without arguments the quickstart.
+
+    docs/configuration.md has every key; `--config FILE` is a YAML file of them, and key=value comes on top of it.
+    """
     raise typer.Exit(driver.main(context.args))
 
 
-@app.command(context_settings=OVERRIDES)
+@app.command(context_settings=OVERRIDES, options_metavar=DRIVEN)
 def plan(context: typer.Context) -> None:
-    """[--config FILE] [key=value ...]: print where each actor would go, or what is short; start nothing.
+    """Print where each actor of a run would go, or what is short; start nothing.
 
     For the running cluster of placement.address (or RAY_ADDRESS), else the file in placement.cluster_shape, else this
     machine.
@@ -76,12 +81,14 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value]...",
 @app.command("eval")
 def evaluate(
     checkpoint: Checkpoint,
-    data: Annotated[str, typer.Option(help="A .jsonl or .parquet file with questions and answers.")],
+    data: Annotated[
+        str, typer.Option(help="A .jsonl or .parquet file with questions and answers, or 'synthetic:eval'.")
+    ],
     overrides: Overrides = None,
     config: ConfigFile = None,
     as_json: Annotated[Path | None, typer.Option("--json", help="Also write the numbers here; - prints them.")] = None,
 ) -> None:
-    """EM, F1, TT and PT of greedy episodes on every row of a file, by data source."""
+    """Exact match, F1, total tokens (TT) and peak tokens (PT) of greedy episodes on every row of a file, by source."""
     from mempo_ray import serving  # imports ray, which `--help` should not wait for
 
     report = asyncio.run(serving.evaluate(checkpoint, data, config, overrides or ()))
@@ -153,9 +160,9 @@ def dashboard(
     typer.echo(f"{out}: prometheus.yml, mempo.json, and the steps in README.md")
 
 
-@app.command(context_settings=OVERRIDES)
+@app.command(context_settings=OVERRIDES, options_metavar=DRIVEN)
 def sft(context: typer.Context) -> None:
-    """[--config FILE] [key=value ...]: the cold start alone; prints the folder of the model that it made."""
+    """The cold start alone; prints the folder of the model that it made."""
     if "--dry-run" in context.args:
         raise typer.Exit(driver.main(context.args))
     config = load_config(context.args)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from mempo_ray.config.job import Job
-from mempo_ray.config.load import fail, load_file, parse_command_line
+from mempo_ray.config.load import USAGE, fail, load_file, parse_command_line
 from mempo_ray.config.schema import Config
 from mempo_ray.errors import GangLost, GivenUp, MempoError
 from mempo_ray.preflight import joins_a_cluster, preflight
@@ -143,8 +143,12 @@ def dry_run(config: Config) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, check from cheap to dear, then run. A user's mistake is one message, never a traceback."""
+    argv = sys.argv[1:] if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        print(USAGE)
+        return 0
     try:
-        line = parse_command_line(sys.argv[1:] if argv is None else argv)
+        line = parse_command_line(argv)
         config = load_file(line.file, line.overrides)
         if line.dry_run:
             return dry_run(config)

@@ -127,6 +127,7 @@ def check_files(config: Config) -> None:
     renderer = Renderer.from_folder(model, FileTokenizer.from_folder(model), config.agent)
     train_tasks, held_out = _tasks(config, "train"), _tasks(config, "eval")
     check_probes(config, held_out)
+    check_cold_start(config, train_tasks)
     check_retrieval(config)
     check_run_folder(config)
     check_resume(config, model)
@@ -352,6 +353,15 @@ def check_probes(config: Config, held_out: Sequence[Task]) -> None:
         raise ConfigError(
             f"eval.probe_ratios: none of the first {config.eval.tasks} tasks of {config.data.eval} holds hops "
             "(metadata chain, evidences or decomposition) to measure on. Set eval.probe_ratios=false."
+        )
+
+
+def check_cold_start(config: Config, tasks: Sequence[Task]) -> None:
+    """The cold start imitates oracle trajectories, so some task must hold the hops of one; a resumed run has had it."""
+    if config.cold_start is not None and not config.run.resume and not any(map(plan_of, tasks)):
+        raise ConfigError(
+            f"cold_start: no task of {config.data.train} holds hops (metadata chain, evidences or decomposition) to "
+            "write oracle trajectories from. Set cold_start=null, and start from a policy.model that knows the format."
         )
 
 

@@ -53,8 +53,12 @@ def served_model(checkpoint: Path) -> Path:
     for folder in (checkpoint / EXPORT, checkpoint):
         if (folder / "config.json").is_file():
             return folder.resolve()
+    found = sorted(marker.parent for folder in (checkpoint, checkpoint / "checkpoints", checkpoint.parent)
+                   for marker in folder.glob(f"step_*/{COMPLETE}"))  # fmt: skip
+    here = f"; there is {', '.join(map(str, found))}" if found else ""
     raise ConfigError(
         f"--checkpoint: {checkpoint} is neither a run's checkpoints/step_… nor a Hugging Face folder (no config.json)"
+        f"{here}"
     )
 
 

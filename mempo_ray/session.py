@@ -255,9 +255,10 @@ class Session:
         return {**report.metrics, **drifted}
 
     def _show_samples(self, logged: Sequence[Logged]) -> None:
-        """Print and log the first trajectories of a run: does the reward see what you think it sees?"""
+        """Print and log the first trajectories of a run, one a task: does the reward see what you think it sees?"""
         wanted = self.config.reward.log_samples - self.progress.num_samples_shown
-        for sample, batch in logged[: max(0, wanted)]:
+        firsts = {sample.key[0]: (sample, batch) for sample, batch in reversed(logged)}
+        for sample, batch in list(reversed(firsts.values()))[: max(0, wanted)]:
             (trajectory,) = batch.trajectories()
             text = transcript(trajectory, sample.score, sample.extra, self.renderer.tokenizer.decode)
             self.display.say(text + "\n")

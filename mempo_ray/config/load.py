@@ -26,7 +26,11 @@ from mempo_ray.errors import ConfigError
 QUICKSTART = Path(__file__).parents[1] / "assets" / "quickstart.yaml"
 """The run of `python -m mempo_ray.driver` without arguments; `configs/quickstart.yaml` is a link to it."""
 
-USAGE = "usage: python -m mempo_ray.driver [--config FILE] [--dry-run] [key=value ...]"
+USAGE = """usage: python -m mempo_ray.driver [--config FILE] [--dry-run] [key=value ...]
+Without arguments it runs the quickstart. docs/configuration.md has every key; shipped files are in configs/."""
+
+VERL_SECTIONS = frozenset({"actor_rollout_ref", "critic", "custom_reward_function", "reward_model", "trainer"})
+"""No nearest key of ours would be what they mean."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,8 @@ def _dotted(raw: Mapping, prefix: str = "") -> Iterator[str]:
 
 def _unknown_key(key: str) -> str:
     """Name the nearest known key: within the section, then as a whole, then by the last part in any section."""
+    if key.lstrip("+").partition(".")[0] in VERL_SECTIONS:
+        return f"{key}: a key of verl. Its name here is in docs/migrating-from-verl.md, or docs/configuration.md."
     section, _, name = key.rpartition(".")
     by_name = {known.rpartition(".")[2]: known for known in fields() if "<name>" not in known}
     siblings = {known.rpartition(".")[2]: known for known in fields() if known.rpartition(".")[0] == section}

@@ -55,9 +55,9 @@ class Data(Section):
     eval: str = "synthetic:eval"
     """Held-out tasks."""
     question_key: str = "question"
-    """Column that holds the question."""
+    """Column that holds the question, or `extra_info.question`: a key of an object in a column."""
     answer_key: str = "golden_answers"
-    """Column that holds the gold answer(s): str, list of aliases, or list of lists (several objectives)."""
+    """Column (or column.key) of the gold answer(s): str, list of aliases, or list of lists (several objectives)."""
     tasks_per_step: Count = 16
     """Tasks (questions) per step; each is sampled `algorithm.group_size` times."""
     shuffle: bool = True

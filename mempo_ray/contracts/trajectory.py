@@ -20,6 +20,8 @@ import pyarrow as pa
 
 from mempo_ray.contracts.batch import Batch, Column, Ragged
 
+GIVEN_TRUTH = "reward_model.ground_truth"
+"""Key of `Task.metadata`: verl's ground truth as its row holds it, where that is no plain text."""
 SPAN_NAMES = ("mem", "think", "search", "answer")
 NO_SPAN = (-1, -1)
 

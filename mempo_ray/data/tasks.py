@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mempo_ray.contracts.trajectory import Task
+from mempo_ray.contracts.trajectory import GIVEN_TRUTH, Task
 from mempo_ray.data.world import is_synthetic, synthetic_tasks
 from mempo_ray.errors import DataError
 
@@ -37,7 +37,7 @@ def read_tasks(
 
     Args:
         source: a .jsonl or .parquet file, or "synthetic:train" / "synthetic:eval" (with ?seed=…, see data/world.py).
-        question_key: column of the question.
+        question_key: column of the question, or `column.key` inside an object.
         answer_key: column of the gold answer(s).
         check: raises DataError for a task that nobody could score, or returns it with the golds that can be matched
             (`rewards.rows.row_check`).
@@ -164,13 +164,15 @@ def _parsed(raw: dict | bytes) -> dict:
 
 
 def _task_of_row(row: dict, question_key: str, answer_key: str, default_id: str, kept: Sequence[str]) -> Task:
-    question = row.get(question_key) or _verl_question(row)
+    question = _cell(row, question_key) or _verl_question(row)
     if not isinstance(question, str) or not question.strip():
         raise DataError(f"no question in column {question_key!r}; set data.question_key to the right column")
-    answers = row.get(answer_key)
+    answers = _cell(row, answer_key)
+    metadata = _object(row, "metadata") or _object(row, "extra_info")
     if answers is None:
         answers = _object(row, "reward_model").get("ground_truth")
-    metadata = _object(row, "metadata") or _object(row, "extra_info")
+        if isinstance(answers, list | Mapping):
+            metadata[GIVEN_TRUTH] = answers
     metadata |= {name: row[name] for name in kept if row.get(name) is not None}
     return Task(
         task_id=str(row.get("id") or metadata.get("id") or default_id),
@@ -179,6 +181,12 @@ def _task_of_row(row: dict, question_key: str, answer_key: str, default_id: str,
         data_source=str(row.get("data_source") or "own"),
         metadata=metadata,
     )
+
+
+def _cell(row: dict, key: str) -> Any:
+    """The column of that name, or `extra_info.question`: what an object in a column holds."""
+    column, _, name = key.partition(".")
+    return row.get(key) if key in row or not name else _object(row, column).get(name)
 
 
 def _object(row: dict, column: str) -> dict:

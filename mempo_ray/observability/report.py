@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
 CURVES = (
     ("reward and EM", {"reward/outcome_mean": "outcome reward", "eval/em": "EM (held out)"}),
@@ -42,5 +43,5 @@ def summary_table(summary: Mapping[str, object], root: Path) -> Table:
         if isinstance(value, (str, int, float, bool)):
             table.add_row(key, f"{value:.4g}" if isinstance(value, float) else f"{value}")
     table.add_section()
-    table.add_row("look at", f"{root}/learning_curve.png, metrics.jsonl, trajectories/")
+    table.add_row("look at", Text(f"{root}/\nlearning_curve.png, metrics.jsonl, trajectories/", overflow="fold"))
     return table

@@ -18,8 +18,11 @@ import inspect
 import itertools
 import math
 import numbers
+import sysconfig
+import traceback
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -151,7 +154,19 @@ def score_with(scorer: Scorer, response: Response, settings: Reward) -> Score:
         return Unscored(str(error), "data")
     # a scorer may raise anything, and cancel its own loop; here it becomes a counted value
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001
-        return Unscored(f"{type(error).__name__}: {error}", "scorer_error")
+        return Unscored(told(error), "scorer_error")
+
+
+def told(error: BaseException) -> str:
+    """What was raised and where: the innermost line that is neither Python's nor an installed package's.
+
+    Example: "KeyError: 'gold' (my_reward.py, line 12)".
+    """
+    installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((*installed, "<"))]
+    where = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {error}{where}"
 
 
 def with_tool_rewards(score: Score, response: Response, settings: Reward) -> Score:

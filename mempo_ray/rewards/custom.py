@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mempo_ray.config.schema import CustomFunction, Reward
+from mempo_ray.contracts.trajectory import GIVEN_TRUTH
 from mempo_ray.errors import ConfigError
 from mempo_ray.rewards.contract import Response, Scorer
 
@@ -17,7 +18,8 @@ def load_custom_scorer(section: CustomFunction) -> Scorer:
     """`compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs)` as a scorer; may be `async def`.
 
     solution_str   the policy's own text of all turns, a line break between turns; tool text is not in it
-    ground_truth   str, list of aliases, or list of lists (several objectives): the simplest form that holds all
+    ground_truth   verl's `reward_model.ground_truth` as the row holds it, {"target": …} included; of other rows a str,
+                   list of aliases, or list of lists (several objectives): the simplest form that holds all
     extra_info     the row's metadata (verl's extra_info), and those of contract.RESPONSE_INFO that the row lacks
     kwargs         `reward.custom_function.kwargs`
     returns        a number, or a dict with 'score', anything else to report, and perhaps 'process_scores'
@@ -31,7 +33,7 @@ def load_custom_scorer(section: CustomFunction) -> Scorer:
         return function(
             data_source=response.data_source,
             solution_str=response.solution,
-            ground_truth=ground_truth(response.golds),
+            ground_truth=ground_truth(response),
             extra_info=dict(response.extra_info),
             **section.kwargs,
         )
@@ -56,7 +58,7 @@ def load_custom_batch_function(section: CustomFunction) -> BatchFunction:
         return function(
             data_sources=[response.data_source for response in responses],
             solution_strs=[response.solution for response in responses],
-            ground_truths=[ground_truth(response.golds) for response in responses],
+            ground_truths=[ground_truth(response) for response in responses],
             extra_infos=[dict(response.extra_info) for response in responses],
             **section.kwargs,
         )
@@ -64,8 +66,11 @@ def load_custom_batch_function(section: CustomFunction) -> BatchFunction:
     return score_all
 
 
-def ground_truth(golds: tuple[tuple[str, ...], ...]) -> str | list[str] | list[list[str]]:
-    """The gold answers in the simplest of the three shapes of a data row."""
+def ground_truth(response: Response) -> object:
+    """What verl's row holds, else the gold answers in the simplest of the three shapes of a data row."""
+    if GIVEN_TRUTH in response.extra_info:
+        return response.extra_info[GIVEN_TRUTH]
+    golds = response.golds
     if len(golds) > 1:
         return [list(aliases) for aliases in golds]
     (aliases,) = golds

@@ -14,8 +14,12 @@ from pathlib import Path
 
 import click
 import pytest
+import typer.main
+from typer.testing import CliRunner
 
+from mempo_ray.cli import app
 from mempo_ray.config.load import load_config, load_file, parse_command_line
+from mempo_ray.driver import main as driver_main
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -130,6 +134,17 @@ def check_ray(words: list[str]) -> None:
 
 def check_files(words: Iterable[str]) -> None:
     assert [word for word in words if word.startswith("configs/") and not (ROOT / word).is_file()] == []
+
+
+@pytest.mark.parametrize("name", sorted(typer.main.get_command(app).commands))
+def test_every_command_tells_its_use(name: str):
+    told = CliRunner().invoke(app, [name, "--help"])
+    assert (told.exit_code, told.output.startswith(f"Usage: root {name} ")) == (0, True)
+
+
+def test_the_driver_tells_its_use(capsys):
+    assert driver_main(["run.steps=1", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: python -m mempo_ray.driver [--config FILE]")
 
 
 @pytest.mark.parametrize("command", ["up --yess configs/cluster/aws.yaml", "job submitt -- true", "up configs/no.yaml"])

@@ -1,6 +1,7 @@
 """`mempo-ray sft`, `eval` and `ask`: from nothing to an answer, as a person types it."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -82,3 +83,10 @@ def test_an_interrupted_checkpoint_and_an_empty_folder_are_refused(tmp_path) -> 
         served_model(checkpoint)
     with pytest.raises(ConfigError, match=r"neither a run's checkpoints/step_… nor a Hugging Face folder"):
         served_model(tmp_path)
+
+
+@pytest.mark.parametrize("named", ["", "checkpoints", "checkpoints/step_000777"])
+def test_a_folder_that_is_no_checkpoint_is_answered_with_those_of_the_run(tmp_path, named: str) -> None:
+    checkpoint = run_with_checkpoint(tmp_path / "mine-1")
+    with pytest.raises(ConfigError, match=f"; there is {re.escape(str(checkpoint))}$"):
+        served_model(tmp_path / "mine-1" / named)

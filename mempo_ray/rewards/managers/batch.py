@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mempo_ray.config.schema import Reward
 from mempo_ray.contracts import Score, Unscored
 from mempo_ray.errors import DataError
-from mempo_ray.rewards.contract import Response, as_score
+from mempo_ray.rewards.contract import Response, as_score, told
 from mempo_ray.rewards.custom import BatchFunction, load_custom_batch_function
 from mempo_ray.rewards.managers.naive import NaiveManager
 
@@ -43,5 +43,5 @@ class BatchManager(NaiveManager):
                 return [self.score(response) for response in responses]
             if isinstance(error, DataError):
                 return [Unscored(str(error), "data")]
-            return [Unscored(f"{type(error).__name__}: {error}", "scorer_error")]
+            return [Unscored(told(error), "scorer_error")]
         return [as_score(v, num_turns=len(r.turns)) for v, r in zip(values, responses, strict=True)]

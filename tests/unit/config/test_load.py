@@ -63,6 +63,12 @@ def test_the_resolved_configuration_reads_back_equal(tmp_path):
     assert load_file(file) == config
 
 
+@pytest.mark.parametrize("key", ["actor_rollout_ref.rollout.n", "trainer.nnodes", "+trainer.logger"])
+def test_a_key_of_verl_leads_to_the_table_of_names(key):
+    with pytest.raises(ConfigError, match=r"a key of verl.*docs/migrating-from-verl\.md"):
+        load_config([f"{key}=1"])
+
+
 @pytest.mark.parametrize(
     ("key", "nearest"),
     [

@@ -51,6 +51,14 @@ def test_a_question_and_an_answer_column_of_any_name_are_enough(tmp_path):
     assert read_tasks(path, "frage", "antwort") == [Task("mine-1", "Wo?", (("Ulm",),), "own", {})]
 
 
+def test_a_column_may_lie_inside_an_object(tmp_path):
+    prompt = [{"role": "user", "content": "Use <search>. Who?"}]
+    row = {"prompt": prompt, "extra_info": {"question": "Who?", "a": "Ann"}}
+    path = write_jsonl(tmp_path / "t.jsonl", [row])
+    (task,) = read_tasks(path, "extra_info.question", "extra_info.a")
+    assert (task.question, task.golds) == ("Who?", (("Ann",),))
+
+
 def test_parquet_rows_of_verl_are_read_as_they_are(tmp_path):
     row = {
         "data_source": "nq",
@@ -61,7 +69,8 @@ def test_parquet_rows_of_verl_are_read_as_they_are(tmp_path):
     }
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "verl.parquet")
     (task,) = read_tasks(str(tmp_path / "verl.parquet"))
-    assert task == Task("verl-1", "Who?", (("Ann", "Anna"),), "nq", {"index": 4, "split": "train"})
+    metadata = {"index": 4, "split": "train", "reward_model.ground_truth": {"target": ["Ann", "Anna"]}}
+    assert task == Task("verl-1", "Who?", (("Ann", "Anna"),), "nq", metadata)
 
 
 def test_supporting_ids_travel_in_the_metadata_for_the_oracle(tmp_path):

@@ -11,6 +11,7 @@ from mempo_ray.contracts import Task
 from mempo_ray.errors import ConfigError, DataError
 from mempo_ray.placement.plan import folder_roles
 from mempo_ray.preflight import (
+    check_cold_start,
     check_names,
     check_probes,
     check_resume,
@@ -99,6 +100,17 @@ def test_a_tracker_that_is_misspelt_or_not_installed_is_named():
         check_names(build({"trackers": ["wandbb"]}))
     with pytest.raises(ConfigError, match="dvclive needs the package dvclive"):
         check_names(build({"trackers": ["dvclive"]}))
+
+
+def test_a_cold_start_needs_a_task_with_hops_unless_the_run_goes_on():
+    hops = {"chain": [["mentor", "Boko", "Sari", "p1"]]}
+    own, synthetic = (Task("t", "?", (("a",),), "own", metadata) for metadata in ({}, hops))
+    wanted = {"cold_start": {}}
+    with pytest.raises(ConfigError, match=r"cold_start: no task of .* holds hops .*cold_start=null"):
+        check_cold_start(build(wanted), [own])
+    check_cold_start(build(wanted), [own, synthetic])
+    check_cold_start(build(wanted | {"run": {"resume": "auto"}}), [own])
+    check_cold_start(build({}), [own])
 
 
 def test_probes_need_a_held_out_task_with_hops():

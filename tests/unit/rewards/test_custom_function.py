@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from mempo_ray.config.schema import CustomFunction, Reward
-from mempo_ray.contracts import Score, Scored, Unscored
+from mempo_ray.contracts import Score, Scored, Trajectory, TrajectoryBatch, Unscored
+from mempo_ray.data.tasks import read_tasks
 from mempo_ray.rewards.contract import response_of, score_with
 from mempo_ray.rewards.custom import load_custom_scorer
 from tests.fakes.trajectories import TASK, trajectory, turn
@@ -17,11 +20,14 @@ TURNS = [turn(text="<mem>m</mem>", tool_text="<answer>of the tool</answer>"), tu
 ROW = dataclasses.replace(TASK, data_source="nobody/knows", metadata={"index": 4, "split": "train"})
 
 
-def score_of(tmp_path: Path, source: str, **kwargs) -> Score:
+OWN = trajectory("Paris", turns=TURNS, task=ROW)
+
+
+def score_of(tmp_path: Path, source: str, scored: Trajectory = OWN, **kwargs) -> Score:
     path = tmp_path / "mine.py"
     path.write_text(source)
     scorer = load_custom_scorer(CustomFunction(path=str(path), kwargs=kwargs))
-    return score_with(scorer, response_of(trajectory("Paris", turns=TURNS, task=ROW)), Reward())
+    return score_with(scorer, response_of(scored), Reward())
 
 
 SIGNATURE = "compute_score(data_source, solution_str, ground_truth, extra_info=None"
@@ -85,6 +91,22 @@ def test_what_is_no_score_is_unscored_with_the_reason(tmp_path, body, reason):
     assert isinstance(score, Unscored)
     assert score.kind == "scorer_error"
     assert reason in score.reason
+
+
+def test_what_it_raises_is_told_with_its_own_line_not_with_one_of_a_library(tmp_path):
+    score = score_of(tmp_path, "import json\ndef compute_score(**kwargs):\n    return json.loads('{')\n")
+    assert isinstance(score, Unscored)
+    assert score.reason.endswith("(mine.py, line 3)")
+
+
+@pytest.mark.parametrize("truth", [{"target": ["Paris", "Paname"]}, ["Paris"]])
+def test_a_row_of_verl_gives_it_the_ground_truth_as_it_stands_there(tmp_path, truth):
+    row = {"prompt": [{"role": "user", "content": "Where?"}], "reward_model": {"ground_truth": truth}}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "verl.parquet")
+    (task,) = read_tasks(str(tmp_path / "verl.parquet"))
+    (crossed,) = TrajectoryBatch.from_trajectories([trajectory("Paris", turns=TURNS, task=task)]).trajectories()
+    source = "def compute_score(ground_truth, **_):\n    return {'score': 1, 'seen': ground_truth}\n"
+    assert score_of(tmp_path, source, crossed) == Scored(1.0, {"seen": truth})
 
 
 def test_what_it_changes_in_extra_info_nobody_else_sees(tmp_path):

@@ -94,4 +94,4 @@ def test_a_missing_file_or_function_is_a_configuration_error_that_names_the_key(
     [((("a",),), "a"), ((("a", "b"),), ["a", "b"]), ((("a",), ("b", "c")), [["a"], ["b", "c"]])],
 )
 def test_ground_truth_has_the_simplest_shape_that_holds_all_golds(golds, shape):
-    assert ground_truth(golds) == shape
+    assert ground_truth(response_of(trajectory(task=dataclasses.replace(TASK, golds=golds)))) == shape
