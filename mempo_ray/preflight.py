@@ -33,7 +33,7 @@ from mempo_ray.config.models import check_model_folder, read_model_shape
 from mempo_ray.config.schema import WALL_FACTOR, Config
 from mempo_ray.contracts import Passage, Task
 from mempo_ray.data.oracle import plan_of
-from mempo_ray.data.tasks import read_tasks
+from mempo_ray.data.tasks import TaskSource, read_tasks
 from mempo_ray.data.world import is_synthetic, same_atlas
 from mempo_ray.errors import ConfigError, DataError, MempoError, ToolFailed
 from mempo_ray.observability.mirror import Mirror, find_checkpoint
@@ -126,6 +126,7 @@ def check_files(config: Config) -> None:
     model = check_model_folder("policy.model", config.policy.model)
     renderer = Renderer.from_folder(model, FileTokenizer.from_folder(model), config.agent)
     train_tasks, held_out = _tasks(config, "train"), _tasks(config, "eval")
+    TaskSource(train_tasks).next(config.data.tasks_per_step)  # refuses a step of more tasks than there are
     check_probes(config, held_out)
     check_cold_start(config, train_tasks)
     check_retrieval(config)

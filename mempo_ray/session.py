@@ -11,6 +11,7 @@ finish     all of the above               summary.json, learning_curve.png
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -74,6 +75,18 @@ class Progress:
     num_samples_shown: int = 0
     cold_start: dict = field(default_factory=dict)  # task_id → [em, format_valid] of the evaluation before RL
     probes: dict = field(default_factory=dict)
+
+
+def first_difference(requests: Sequence[list], recorded: Sequence[list]) -> str:
+    """Where the episodes of a step ([task id, sibling, seed] each) are not the recorded ones; '' = nowhere."""
+    pairs = ((new, old) for new, old in itertools.zip_longest(requests, recorded) if new != old)
+    if (pair := next(pairs, None)) is None:
+        return ""
+    new, old = pair
+    return (
+        f"{len(requests)} episodes, {len(recorded)} when it was saved; "
+        f"the first to differ: [task, sibling, seed] = {new}, saved {old}"
+    )
 
 
 @dataclass
@@ -471,11 +484,10 @@ class Session:
         self.newest_checkpoint = checkpoint
         self.progress = Progress(**extra["progress"])
         self.source.restore(extra["source"])
-        if (found := self._next_requests()) != extra["next"]:
+        if differing := first_difference(self._next_requests(), extra["next"]):
             raise TrainingError(
-                f"{checkpoint}: the tasks or seeds of the next step differ from the recorded ones "
-                f"({found[:1]} against {extra['next'][:1]}); data.train, run.seed, data.tasks_per_step and "
-                "algorithm.group_size must be those of the checkpoint"
+                f"{checkpoint}: the next step would not be the one that was to come ({differing}); data.train, "
+                "run.seed, data.tasks_per_step and algorithm.group_size must be those of the checkpoint"
             )
         self.folder.rewind(self.progress.step)
         return await self.sync()

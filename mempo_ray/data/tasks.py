@@ -135,7 +135,7 @@ class TaskSource:
 def _raw_rows(path: Path) -> Iterator[dict | bytes]:
     """Rows as they come: a dict from Parquet, a line of text that is not blank from JSONL."""
     if not path.is_file():
-        raise DataError(f"{path}: no such file; set data.train / data.eval to a .jsonl or .parquet file")
+        raise DataError(f"{path}: no such file; give a .jsonl or .parquet file of questions and answers")
     if path.suffix == ".parquet":
         try:
             for batch in pq.ParquetFile(path).iter_batches():

@@ -120,6 +120,15 @@ def parquet_that_cannot_be_read(tmp: Path) -> Case:
     return [f"data.train={_write(tmp / 'own.parquet', 'no parquet')}"], ["data.train", "own.parquet", "Parquet"]
 
 
+def a_step_of_more_tasks_than_there_are(tmp: Path) -> Case:
+    return ["data.train=synthetic:train?tasks=9"], ["data.tasks_per_step=16", "the 9 tasks", "lower it"]
+
+
+def cold_start_without_hops(tmp: Path) -> Case:
+    row = json.dumps({"question": "a?", "golden_answers": ["x"]}) + "\n"
+    return [f"data.train={_write(tmp / 'own.jsonl', 16 * row)}"], ["cold_start", "own.jsonl", "hops", "cold_start=null"]
+
+
 def probes_without_hops(tmp: Path) -> Case:
     file = _write(tmp / "own.jsonl", json.dumps({"question": "a?", "golden_answers": ["x"]}) + "\n")
     return [f"data.eval={file}"], ["eval.probe_ratios", "own.jsonl", "hops", "eval.probe_ratios=false"]
@@ -211,6 +220,8 @@ CASES = [
     missing_data_file,
     row_without_answer,
     parquet_that_cannot_be_read,
+    a_step_of_more_tasks_than_there_are,
+    cold_start_without_hops,
     probes_without_hops,
     missing_corpus,
     index_that_is_not_there,

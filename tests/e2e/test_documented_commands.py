@@ -60,7 +60,8 @@ def workplace(tmp_path):
     for folder in ("configs", "docs"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     for name in ("my_questions.jsonl", "my_dev.jsonl"):
-        (tmp_path / name).write_text(json.dumps({"q": "Who mentors Boko?", "a": "Sari"}) + "\n")
+        rows = [{"q": f"Who mentors Boko {i}?", "a": "Sari"} for i in range(16)]
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "my_passages.jsonl").write_text(json.dumps({"id": "1", "title": "", "text": "mentor Boko Sari ."}))
     page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
     pieces = "\n\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))

@@ -24,7 +24,7 @@ from mempo_ray.experience import Sample
 from mempo_ray.launch import open_run_folder
 from mempo_ray.observability.mirror import Mirror, find_checkpoint
 from mempo_ray.observability.run_folder import RunFolder
-from mempo_ray.session import Session
+from mempo_ray.session import Session, first_difference
 from tests.fakes.rollouts import finished
 from tests.fakes.trajectories import TASK
 from tests.fakes.trajectories import trajectory as an_episode
@@ -163,3 +163,12 @@ async def test_where_the_ranks_missed_them_too_the_step_is_done_again_though_the
     session = session_that_logs(RunFolder.create(tmp_path, "quick"), lost, Trains(GangLost("a payload is lost")))
     with pytest.raises(GangLost):
         await session.train(STEP, SAMPLED)
+
+
+def test_a_step_that_is_not_the_one_to_come_is_told_by_its_first_difference():
+    def step(num_tasks: int, group: int) -> list[list]:
+        return [[f"t{task}", sibling, 7 * task + sibling] for task in range(num_tasks) for sibling in range(group)]
+
+    assert first_difference(step(2, 4), step(2, 4)) == ""
+    assert first_difference(step(2, 2), step(2, 4)).endswith("= ['t1', 0, 7], saved ['t0', 2, 2]")
+    assert first_difference(step(2, 4), step(3, 4)).startswith("8 episodes, 12 when it was saved; ")

@@ -169,7 +169,7 @@ def test_a_bad_row_is_refused_with_its_number_and_the_remedy(tmp_path, row, mess
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("gone.jsonl", None, r"no such file; set data\.train"),
+        ("gone.jsonl", None, r"no such file; give a \.jsonl"),
         ("t.csv", "q,a", "use .jsonl or .parquet"),
         ("t.jsonl", '{"question": ', "row 1: not JSON"),
         ("t.jsonl", "[1]", "row 1: a list, not an object"),
