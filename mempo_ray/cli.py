@@ -128,7 +128,10 @@ def reward_check(
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Responses at most.")] = 64,
     expect: Annotated[
-        float | None, typer.Option(help="Mean score that you expect; exit code 1 where it is off by more than chance.")
+        float | None,
+        typer.Option(
+            help="Mean score that you expect; exit code 1 where it is off by more than chance, or nothing has a score."
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for reward_check.json and reward_check.png.")] = None,
 ) -> None:
@@ -143,6 +146,8 @@ def reward_check(
         reward_check_.write_report(report, out)
     if expect is not None and (problem := report.disagrees_with(expect)):
         typer.echo(problem, err=True)
+        raise typer.Exit(1)
+    if not len(report.scores):
         raise typer.Exit(1)
 
 

@@ -78,10 +78,10 @@ class Checked:
         return 2 if self.plan.shortages or (self.missing and not elsewhere) else 0
 
     def describe(self) -> str:
-        parts = [self.plan.table()]
+        """The configuration, and below it, where a terminal stays, the plan and what stands in its way."""
+        parts = ["Configuration:\n", resolved_yaml(self.config), self.plan.table()]
         if self.busy:
             parts.append(f"  busy: {self.busy}")
-        parts += ["\nConfiguration:\n", resolved_yaml(self.config).rstrip()]
         if self.missing:
             parts.append(f"\nNot ready on this machine:\n{self.missing}")
         return "\n".join(parts)

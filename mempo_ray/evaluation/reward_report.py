@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,11 +75,13 @@ class RewardReport:
         return {f"p{q}": float(np.percentile(seconds, q)) for q in (50, 95, 99)} | {"max": float(max(seconds))}
 
     def best_and_worst(self) -> tuple[list[Checked], list[Checked]]:
-        """NUM_EXAMPLES of each at most, best first and worst first; none stands in both."""
+        """NUM_EXAMPLES of each at most, one a task, best first and worst first; none stands in both."""
         scored = [(c.score.score, c) for c in self.checked if isinstance(c.score, Scored)]
         ordered = [c for _, c in sorted(scored, key=lambda pair: -pair[0])]
         num = min(NUM_EXAMPLES, len(ordered) // 2) or len(ordered)
-        return ordered[:num], ordered[::-1][: min(num, len(ordered) - num)]
+        best = _one_a_task(ordered)[:num]
+        worst = [c for c in _one_a_task(ordered[::-1]) if all(c is not other for other in best)]
+        return best, worst[: min(num, len(ordered) - num)]
 
     def disagrees_with(self, expected: float) -> str | None:
         """In words, if the baseline expected by the user lies outside of what was measured."""
@@ -93,7 +96,9 @@ class RewardReport:
 
     def show(self) -> RenderableType:
         """For a terminal or a pipe."""
-        parts: list[RenderableType] = [Text(self._headline(), "bold"), self._histogram_table()]
+        parts: list[RenderableType] = [Text(self._headline(), "bold")]
+        if len(self.scores):
+            parts.append(self._histogram_table())
         for title, counts in (("failed format rules", self.failures()), ("unscored", self.unscored())):
             if counts:
                 table = Table(title=title, title_justify="left", show_header=False)
@@ -106,10 +111,8 @@ class RewardReport:
 
     def _headline(self) -> str:
         latency = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in self.latency_s().items())
-        return (
-            f"{len(self.scores)} of {len(self.checked)} responses scored, mean {self.mean:.3f} ± {self.margin:.3f}; "
-            f"latency {latency}"
-        )
+        mean = f"mean {self.mean:.3f} ± {self.margin:.3f}; " if len(self.scores) else ""
+        return f"{len(self.scores)} of {len(self.checked)} responses scored, {mean}latency {latency}"
 
     def _histogram_table(self) -> Table:
         counts, borders = self.histogram()
@@ -151,6 +154,14 @@ class RewardReport:
             },
             indent=2,
         )
+
+
+def _one_a_task(ordered: Sequence[Checked]) -> list[Checked]:
+    """The first of each task: siblings say the same thing again."""
+    firsts: dict[str, Checked] = {}
+    for checked in ordered:
+        firsts.setdefault(checked.task_id, checked)
+    return list(firsts.values())
 
 
 def _example(label: str, checked: Checked) -> Panel:

@@ -114,3 +114,11 @@ def test_the_command_shows_the_report_writes_it_and_compares_with_an_expectation
     wrong = CliRunner().invoke(app, [*words, "--expect", "0.9"])
     assert wrong.exit_code == 1
     assert "expected 0.900" in wrong.output
+
+
+def test_a_reward_that_scores_nothing_is_a_failed_check(tmp_path):
+    (tmp_path / "mine.py").write_text("def compute_score(**row):\n    return row['nothing']\n")
+    words = ["reward-check", "--responses", str(rows_file(tmp_path, GOOD))]
+    done = CliRunner().invoke(app, [*words, f"reward.custom_function.path={tmp_path / 'mine.py'}"])
+    assert done.exit_code == 1
+    assert "KeyError: 'nothing' (mine.py, line 2)" in done.output

@@ -51,6 +51,20 @@ def test_no_example_is_shown_twice():
     assert (len(alone_best), len(alone_worst)) == (1, 0)
 
 
+def test_siblings_are_one_example():
+    siblings = [checked(score, task) for task, score in (("a", 1.0), ("b", 0.7), ("c", 0.0)) for _ in range(8)]
+    best, worst = RewardReport(tuple(siblings)).best_and_worst()
+    assert ([c.task_id for c in best], [c.task_id for c in worst]) == (["a", "b", "c"], ["c", "b", "a"])
+
+
+def test_where_nothing_has_a_score_only_the_reasons_are_shown():
+    console = Console(file=io.StringIO(), width=100)
+    console.print(RewardReport((checked(Unscored("slow", "timeout")),)).show())
+    shown = console.file.getvalue()
+    assert ("0 of 1 responses scored" in shown, "timeout: slow" in shown) == (True, True)
+    assert ("nan" in shown, "0.00 – 0.10" in shown) == (False, False)
+
+
 def test_an_expected_baseline_within_chance_is_no_problem():
     many = RewardReport(tuple(checked(float(i % 2)) for i in range(100)))
     assert many.disagrees_with(0.55) is None

@@ -174,7 +174,10 @@ def test_the_run_folder_may_be_a_uri(tmp_path):
 def test_a_dry_run_tells_what_is_missing_in_place_of_failing(tmp_path):
     sections = {"policy": {"model": str(tmp_path / "none")}, "run": {"dir": str(tmp_path / "runs")}}
     checked = preflight(build(sections), dry_run=True)
-    assert "no model folder" in checked.describe()
+    told = checked.describe()
+    assert (
+        told.index("Configuration:") < told.index("Plan:") < told.index("no model folder")
+    )  # what counts stays in view
     assert checked.exit_code == 2
     with pytest.raises(ConfigError):
         preflight(build(sections))
