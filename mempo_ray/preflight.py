@@ -124,7 +124,8 @@ def preflight(config: Config, *, dry_run: bool = False, view: ClusterView | None
 def check_files(config: Config) -> None:
     """Model folder, tasks, index or corpus, run folder, checkpoint; then the tokens of the longest real prompt."""
     model = check_model_folder("policy.model", config.policy.model)
-    renderer = Renderer.from_folder(model, FileTokenizer.from_folder(model), config.agent)
+    tokenizer = FileTokenizer.from_folder(model)
+    renderer = Renderer.from_folder(model, tokenizer, config.agent)
     train_tasks, held_out = _tasks(config, "train"), _tasks(config, "eval")
     TaskSource(train_tasks).next(config.data.tasks_per_step)  # refuses a step of more tasks than there are
     check_probes(config, held_out)
@@ -132,6 +133,8 @@ def check_files(config: Config) -> None:
     check_retrieval(config)
     check_run_folder(config)
     check_resume(config, model)
+    for which, tasks in (("train", train_tasks), ("eval", held_out)):
+        check_vocabulary(config, tokenizer, which, tasks)
     check_prompts(config, renderer, model, [*train_tasks, *held_out])
 
 
@@ -324,8 +327,24 @@ def check_prompts(config: Config, renderer: Renderer, model: Path, tasks: Sequen
             f"rollout.max_model_len: {config.rollout.max_model_len} is longer than the {most} positions of "
             f"{config.policy.model}. Set it to at most {most}."
         )
-    longest = sorted(tasks, key=lambda task: len(task.question), reverse=True)[:8]
-    check_token_limits(config, max(len(renderer.initial_ids(task.question)) for task in longest))
+    check_token_limits(config, max(len(renderer.initial_ids(question)) for question in _longest_questions(tasks)))
+
+
+def check_vocabulary(config: Config, tokenizer: FileTokenizer, which: str, tasks: Sequence[Task]) -> None:
+    """The policy can read the questions of `data.<which>`: most of their tokens are not the one for unknown words."""
+    ids = [i for question in _longest_questions(tasks) for i in tokenizer.encode(question)]
+    num_unknown = 0 if tokenizer.unknown_id is None else ids.count(tokenizer.unknown_id)
+    if num_unknown > len(ids) / 2:
+        raise ConfigError(
+            f"policy.model: {config.policy.model} cannot read data.{which}={getattr(config.data, which)}: in its "
+            f"longest questions {num_unknown} of {len(ids)} tokens are words that the model does not know. Set policy.model "
+            "to one that has them, e.g. as in configs/smollm2_cpu.yaml (`mempo-ray fetch` gets it)."
+        )
+
+
+def _longest_questions(tasks: Sequence[Task]) -> list[str]:
+    """Enough of them to judge by: eight."""
+    return sorted((task.question for task in tasks), key=len, reverse=True)[:8]
 
 
 # -- files --------------------------------------------------------------------------------------------------

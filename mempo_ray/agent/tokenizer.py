@@ -33,8 +33,11 @@ class FileTokenizer:
 
     def __init__(self, tokenizer: Tokenizer, end_of_turn_id: int) -> None:
         self._tokenizer = tokenizer
-        self._bytes = _bytes_of_ids(tokenizer)
+        layout = json.loads(tokenizer.to_str())
+        self._bytes = _bytes_of_ids(tokenizer, layout)
         self.end_of_turn_id = end_of_turn_id
+        self.unknown_id = _unknown_id(tokenizer, layout["model"])
+        """The token that stands for every word outside the vocabulary; None: each text has tokens of its own."""
 
     @classmethod
     def from_folder(cls, folder: Path | str) -> Self:
@@ -104,8 +107,14 @@ def _end_of_turn_id(tokenizer: Tokenizer, folder: Path) -> int:
     return int(found)
 
 
-def _bytes_of_ids(tokenizer: Tokenizer) -> dict[int, bytes]:
-    layout = json.loads(tokenizer.to_str())
+def _unknown_id(tokenizer: Tokenizer, model: Mapping) -> int | None:
+    if model["type"] == "Unigram":
+        return model["unk_id"]
+    name = model.get("unk_token")
+    return tokenizer.token_to_id(name) if name else None
+
+
+def _bytes_of_ids(tokenizer: Tokenizer, layout: Mapping) -> dict[int, bytes]:
     parts = [part for name in ("pre_tokenizer", "decoder") for part in _parts(layout[name])]
     kinds = {part["type"] for part in parts}
     space = next((p["replacement"] for p in parts if p["type"] == "Metaspace"), "▁")

@@ -60,6 +60,11 @@ def test_the_end_of_turn_token_may_come_from_generation_config(tmp_path):
     assert FileTokenizer.from_folder(folder).end_of_turn_id == 2
 
 
+def test_only_a_vocabulary_of_words_has_a_token_for_unknown_ones(byte_level, metaspace):
+    assert byte_level.unknown_id is None
+    assert set(metaspace.encode("qwrtz")) == {metaspace.unknown_id}
+
+
 def test_an_id_outside_the_vocabulary_stands_for_no_bytes(byte_level):
     assert byte_level.token_bytes(999_999) == b""
 

@@ -6,7 +6,9 @@ import re
 import numpy as np
 import pytest
 
+from mempo_ray.agent.tokenizer import FileTokenizer
 from mempo_ray.config.load import build
+from mempo_ray.config.models import model_folder
 from mempo_ray.contracts import Task
 from mempo_ray.errors import ConfigError, DataError
 from mempo_ray.placement.plan import folder_roles
@@ -18,11 +20,13 @@ from mempo_ray.preflight import (
     check_retrieval,
     check_run_folder,
     check_token_limits,
+    check_vocabulary,
     context_tokens,
     preflight,
 )
 from mempo_ray.rewards.sandbox import local
 from mempo_ray.rewards.sandbox.levels import Level
+from tests.fakes.tokenizer import byte_level_folder
 
 LIMITS = {"turn_tokens": 100, "tool_tokens": 50, "episode_tokens": 1000}
 
@@ -151,6 +155,19 @@ def test_a_broken_line_of_the_corpus_is_named(tmp_path):
     file.write_text("not json\n")
     with pytest.raises(DataError, match=r"retrieval\.corpus"):
         check_retrieval(build({"retrieval": {"corpus": str(file)}}))
+
+
+def test_questions_of_words_that_the_policy_does_not_know_are_refused():
+    asked, own = (Task(text, text, (("a",),), "own") for text in ("mentor Boko and home Vela ?", "Who directed Jaws ?"))
+    config, tiny = build({"data": {"eval": "own.jsonl"}}), FileTokenizer.from_folder(model_folder("builtin:tiny"))
+    check_vocabulary(config, tiny, "train", [asked])
+    with pytest.raises(ConfigError, match=r"policy\.model: .*data\.eval=own\.jsonl: .*3 of 4 tokens.*mempo-ray fetch"):
+        check_vocabulary(config, tiny, "eval", [own])
+
+
+def test_a_byte_level_policy_can_read_every_question(tmp_path):
+    tokenizer = FileTokenizer.from_folder(byte_level_folder(tmp_path))
+    check_vocabulary(build({}), tokenizer, "train", [Task("t", "Wer drehte „Shoah“ ?", (("a",),), "own")])
 
 
 def test_auto_resume_without_a_checkpoint_is_a_new_run(tmp_path):
