@@ -15,7 +15,7 @@ import importlib.util
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,7 +132,7 @@ def check_files(config: Config) -> None:
     check_cold_start(config, train_tasks)
     check_retrieval(config)
     check_run_folder(config)
-    check_resume(config, model)
+    check_resume(config, model, train_tasks)
     for which, tasks in (("train", train_tasks), ("eval", held_out)):
         check_vocabulary(config, tokenizer, which, tasks)
     check_prompts(config, renderer, model, [*train_tasks, *held_out])
@@ -337,8 +337,8 @@ def check_vocabulary(config: Config, tokenizer: FileTokenizer, which: str, tasks
     if num_unknown > len(ids) / 2:
         raise ConfigError(
             f"policy.model: {config.policy.model} cannot read data.{which}={getattr(config.data, which)}: in its "
-            f"longest questions {num_unknown} of {len(ids)} tokens are words that the model does not know. Set policy.model "
-            "to one that has them, e.g. as in configs/smollm2_cpu.yaml (`mempo-ray fetch` gets it)."
+            f"longest questions {num_unknown} of {len(ids)} tokens are words that the model does not know. Set "
+            "policy.model to one that has them, e.g. as in configs/smollm2_cpu.yaml (`mempo-ray fetch` gets it)."
         )
 
 
@@ -468,17 +468,45 @@ def check_local_runs(config: Config, plan: Plan) -> None:
         )
 
 
-def check_resume(config: Config, model: Path) -> None:
-    """The checkpoint to continue from is complete and of this model. URIs are checked when they are loaded."""
+def check_resume(config: Config, model: Path, tasks: Sequence[Task]) -> None:
+    """The checkpoint to continue from is complete, of this model, and its next step is one of this configuration.
+
+    URIs are checked when they are loaded.
+    """
     if "://" in config.run.resume or "://" in config.run.dir:
         return
     found = find_checkpoint(config.run, mirror=None)
     if found is None:
         return
-    theirs = json.loads((Path(found) / "facts.json").read_text(encoding="utf-8"))["architecture"]
+    facts = json.loads((Path(found) / "facts.json").read_text(encoding="utf-8"))
+    theirs = facts["architecture"]
     ours = json.loads((model / "config.json").read_text(encoding="utf-8"))
     differing = [f"{k} {v}, policy.model has {ours[k]}" for k, v in theirs.items()
                  if v is not None and ours.get(k) is not None and ours[k] != v]  # fmt: skip
     if differing:
         raise ConfigError(f"run.resume: {found} is a checkpoint of another model: {'; '.join(differing)}. "
                           "Set policy.model to that model, or run.resume=''.")  # fmt: skip
+    if differing := _resume_differences(config, tasks, facts["extra"]):
+        weights = Path(found, "hf")
+        anew = f"from its weights with policy.model={weights} and " if weights.is_dir() else "with "
+        raise ConfigError(f"run.resume: {found} is of another run: {'; '.join(differing)}. Set that back, or start "
+                          f"anew {anew}run.resume=''.")  # fmt: skip
+
+
+def _resume_differences(config: Config, tasks: Sequence[Task], saved: Mapping) -> list[str]:
+    """Keys by which the next step would not be the saved one, with both values. `saved`: what `Session.save` wrote."""
+    source, next_ids = saved["source"], list(dict.fromkeys(task_id for task_id, _, _ in saved["next"]))
+    compared = [
+        ("run.seed", source["seed"], config.run.seed),
+        ("data.tasks_per_step", len(next_ids), config.data.tasks_per_step),
+        ("algorithm.group_size", len(saved["next"]) // len(next_ids), config.algorithm.group_size),
+    ]
+    if source["num_tasks"] != len(tasks):
+        compared.append(("data.train", f"of {source['num_tasks']} tasks", f"{config.data.train} of {len(tasks)}"))
+    else:
+        stream = TaskSource(tasks, source["seed"], config.data.shuffle)
+        stream.restore(source)
+        pairs = zip(next_ids, [task.task_id for task in stream.next(len(next_ids))], strict=True)
+        first = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+        compared.append(("data.train or data.shuffle", *(f"{task_id!r} next" for task_id in first)))
+    return [f"{key} was {there}, is now {here}" for key, there, here in compared if there != here]

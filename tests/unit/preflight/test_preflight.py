@@ -10,6 +10,7 @@ from mempo_ray.agent.tokenizer import FileTokenizer
 from mempo_ray.config.load import build
 from mempo_ray.config.models import model_folder
 from mempo_ray.contracts import Task
+from mempo_ray.data.tasks import TaskSource
 from mempo_ray.errors import ConfigError, DataError
 from mempo_ray.placement.plan import folder_roles
 from mempo_ray.preflight import (
@@ -171,15 +172,57 @@ def test_a_byte_level_policy_can_read_every_question(tmp_path):
 
 
 def test_auto_resume_without_a_checkpoint_is_a_new_run(tmp_path):
-    check_resume(build({"run": {"resume": "auto", "dir": str(tmp_path)}}), tmp_path)
+    check_resume(build({"run": {"resume": "auto", "dir": str(tmp_path)}}), tmp_path, TASKS)
 
 
-def test_a_checkpoint_of_the_same_model_is_accepted_whatever_config_json_leaves_out(tmp_path):
-    (tmp_path / "COMPLETE").touch()
-    facts = {"architecture": {"hidden_size": 8, "num_key_value_heads": 2, "model_type": None}}
+TASKS = [Task(f"t{n}", "?", (("a",),), "own") for n in range(8)]
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """Of a run of 8 tasks, 3 a step, 2 siblings each, after its first step; with the model's config.json beside it."""
+    source = TaskSource(TASKS, seed=5)
+    source.next(3)
+    state = source.state()
+    following = [[task.task_id, sibling, 0] for task in source.next(3) for sibling in range(2)]
+    architecture = {"hidden_size": 8, "num_key_value_heads": 2, "model_type": None}
+    facts = {"architecture": architecture, "extra": {"source": state, "next": following}}
     (tmp_path / "facts.json").write_text(json.dumps(facts))
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}))
-    check_resume(build({"run": {"resume": str(tmp_path)}}), tmp_path)
+    (tmp_path / "COMPLETE").touch()
+    return tmp_path
+
+
+def resuming(checkpoint, seed=5, group_size=2, **data):
+    run, data = {"resume": str(checkpoint), "seed": seed}, {"tasks_per_step": 3, **data}
+    return build({"run": run, "data": data, "algorithm": {"group_size": group_size}})
+
+
+def test_a_checkpoint_of_the_same_model_and_run_is_accepted_whatever_config_json_leaves_out(checkpoint):
+    check_resume(resuming(checkpoint), checkpoint, TASKS)
+
+
+@pytest.mark.parametrize(
+    ("changed", "tasks", "words"),
+    [
+        ({"seed": 6}, TASKS, ["run.seed was 5, is now 6."]),
+        ({"tasks_per_step": 4}, TASKS, ["data.tasks_per_step was 3, is now 4."]),
+        ({"train": "own.jsonl"}, TASKS[:7], ["data.train was of 8 tasks, is now own.jsonl of 7."]),
+        ({"shuffle": False}, TASKS, ["data.train or data.shuffle was 't", "' next."]),
+        ({"seed": 6, "group_size": 4}, TASKS, ["run.seed was 5, is now 6; algorithm.group_size was 2, is now 4."]),
+    ],
+)
+def test_a_resume_that_does_not_fit_names_each_key_with_both_values(checkpoint, changed, tasks, words):
+    with pytest.raises(ConfigError) as caught:
+        check_resume(resuming(checkpoint, **changed), checkpoint, tasks)
+    for text in [*words, "or start anew with run.resume=''."]:
+        assert text in str(caught.value)
+
+
+def test_where_the_weights_are_exported_a_new_run_can_start_from_them(checkpoint):
+    (checkpoint / "hf").mkdir()
+    with pytest.raises(ConfigError, match=rf"start anew from its weights with policy\.model={checkpoint}/hf"):
+        check_resume(resuming(checkpoint, seed=6), checkpoint, TASKS)
 
 
 def test_the_run_folder_may_be_a_uri(tmp_path):
