@@ -496,7 +496,7 @@ def check_resume(config: Config, model: Path, tasks: Sequence[Task]) -> None:
 def _resume_differences(config: Config, tasks: Sequence[Task], saved: Mapping) -> list[str]:
     """Keys by which the next step would not be the saved one, with both values. `saved`: what `Session.save` wrote."""
     source, next_ids = saved["source"], list(dict.fromkeys(task_id for task_id, _, _ in saved["next"]))
-    compared = [
+    compared: list[tuple[str, object, object]] = [
         ("run.seed", source["seed"], config.run.seed),
         ("data.tasks_per_step", len(next_ids), config.data.tasks_per_step),
         ("algorithm.group_size", len(saved["next"]) // len(next_ids), config.algorithm.group_size),
@@ -507,6 +507,6 @@ def _resume_differences(config: Config, tasks: Sequence[Task], saved: Mapping) -
         stream = TaskSource(tasks, source["seed"], config.data.shuffle)
         stream.restore(source)
         pairs = zip(next_ids, [task.task_id for task in stream.next(len(next_ids))], strict=True)
-        first = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
-        compared.append(("data.train or data.shuffle", *(f"{task_id!r} next" for task_id in first)))
+        there, here = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+        compared.append(("data.train or data.shuffle", f"{there!r} next", f"{here!r} next"))
     return [f"{key} was {there}, is now {here}" for key, there, here in compared if there != here]
