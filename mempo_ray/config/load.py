@@ -32,6 +32,47 @@ Without arguments it runs the quickstart. docs/configuration.md has every key; s
 VERL_SECTIONS = frozenset({"actor_rollout_ref", "critic", "custom_reward_function", "reward_model", "trainer"})
 """No nearest key of ours would be what they mean."""
 
+VERL_KEYS = {
+    "data.train_files": "data.train",
+    "data.val_files": "data.eval",
+    "data.train_batch_size": "data.tasks_per_step",
+    "data.prompt_key": "data.question_key",
+    "data.max_prompt_length": "rollout.max_model_len",
+    "data.max_response_length": "agent.limits.turn_tokens",
+    "actor_rollout_ref.model.path": "policy.model",
+    "actor_rollout_ref.actor.optim.lr": "policy.lr",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "algorithm.mini_batches",
+    "actor_rollout_ref.actor.ppo_epochs": "algorithm.epochs",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "policy.micro_batch_tokens",
+    "actor_rollout_ref.actor.clip_ratio_low": "algorithm.clip_low",
+    "actor_rollout_ref.actor.clip_ratio_high": "algorithm.clip_high",
+    "actor_rollout_ref.actor.kl_loss_coef": "algorithm.kl_coef",
+    "actor_rollout_ref.actor.kl_loss_type": "algorithm.kl_estimator",
+    "actor_rollout_ref.actor.entropy_coeff": "algorithm.entropy_bonus",
+    "actor_rollout_ref.rollout.n": "algorithm.group_size",
+    "actor_rollout_ref.rollout.temperature": "rollout.temperature",
+    "actor_rollout_ref.rollout.gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "rollout.tensor_parallel",
+    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": "agent.max_turns",
+    "algorithm.use_kl_in_reward": "algorithm.kl_in_reward",
+    "algorithm.kl_ctrl.kl_coef": "algorithm.kl_reward_coef",
+    "algorithm.lam": "algorithm.gae_lambda",
+    "algorithm.norm_adv_by_std_in_grpo": "algorithm.normalize_by_std",
+    "custom_reward_function.path": "reward.custom_function.path",
+    "custom_reward_function.name": "reward.custom_function.name",
+    "reward_model.reward_manager": "reward.manager",
+    "trainer.total_training_steps": "run.steps",
+    "trainer.total_epochs": "run.steps",
+    "trainer.save_freq": "run.checkpoint_every",
+    "trainer.test_freq": "eval.every",
+    "trainer.val_before_train": "eval.before_train",
+    "trainer.default_local_dir": "run.dir",
+    "trainer.experiment_name": "run.name",
+    "trainer.resume_mode": "run.resume",
+    "trainer.logger": "trackers",
+}
+"""Keys of verl, whose nearest one by spelling is often not the one by meaning (docs/migrating-from-verl.md)."""
+
 
 @dataclass(frozen=True)
 class CommandLine:
@@ -133,7 +174,10 @@ def _dotted(raw: Mapping, prefix: str = "") -> Iterator[str]:
 
 def _unknown_key(key: str) -> str:
     """Name the nearest known key: within the section, then as a whole, then by the last part in any section."""
-    if key.lstrip("+").partition(".")[0] in VERL_SECTIONS:
+    verl = key.lstrip("+")
+    if verl in VERL_KEYS:
+        return f"{key}: a key of verl, here {VERL_KEYS[verl]}. More are in docs/migrating-from-verl.md."
+    if verl.partition(".")[0] in VERL_SECTIONS:
         return f"{key}: a key of verl. Its name here is in docs/migrating-from-verl.md, or docs/configuration.md."
     section, _, name = key.rpartition(".")
     by_name = {known.rpartition(".")[2]: known for known in fields() if "<name>" not in known}

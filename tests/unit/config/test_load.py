@@ -1,5 +1,6 @@
 """From files and words to a frozen configuration."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,13 +8,14 @@ import yaml
 
 from mempo_ray.config.load import (
     QUICKSTART,
+    VERL_KEYS,
     build,
     load_config,
     load_file,
     parse_command_line,
     resolved_yaml,
 )
-from mempo_ray.config.reference import fields, markdown
+from mempo_ray.config.reference import fields, known_as, markdown
 from mempo_ray.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -63,8 +65,32 @@ def test_the_resolved_configuration_reads_back_equal(tmp_path):
     assert load_file(file) == config
 
 
-@pytest.mark.parametrize("key", ["actor_rollout_ref.rollout.n", "trainer.nnodes", "+trainer.logger"])
-def test_a_key_of_verl_leads_to_the_table_of_names(key):
+@pytest.mark.parametrize(
+    ("key", "ours"),
+    [
+        ("data.train_batch_size", "data.tasks_per_step"),
+        ("+trainer.logger", "trackers"),
+        ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_reward_coef"),
+    ],
+)
+def test_a_key_of_verl_is_told_its_name_here(key, ours):
+    with pytest.raises(ConfigError) as caught:
+        load_config([f"{key}=1"])
+    assert str(caught.value).startswith(f"{key}: a key of verl, here {ours}.")
+
+
+def test_every_translation_leads_from_an_unknown_key_to_a_known_one_as_the_page_says():
+    page = (ROOT / "docs" / "migrating-from-verl.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| `")]
+    for verl, ours in VERL_KEYS.items():
+        assert known_as(verl) is None
+        assert known_as(ours) == ours
+        name, our_name = verl.rpartition(".")[2], ours.rpartition(".")[2]
+        assert any(re.search(rf"\b{name}`", left) and re.search(rf"\b{our_name}`", right) for left, right in rows), verl
+
+
+@pytest.mark.parametrize("key", ["actor_rollout_ref.rollout.mode", "trainer.nnodes", "+critic.optim.lr"])
+def test_another_key_of_verl_leads_to_the_table_of_names(key):
     with pytest.raises(ConfigError, match=r"a key of verl.*docs/migrating-from-verl\.md"):
         load_config([f"{key}=1"])
 
