@@ -237,14 +237,18 @@ class Session:
                 await collect(requests, *ports, self.config, self.version, self.display.advance, scorer=scorer)
             )
             collected = Collected.of(rounds)
-            assembled = assemble(
-                collected.samples,
-                self.config,
-                step=step,
-                version=self.version,
-                kl_coef=self.progress.kl_coef,
-                filter_round=filter_round,
-            )
+            try:
+                assembled = assemble(
+                    collected.samples,
+                    self.config,
+                    step=step,
+                    version=self.version,
+                    kl_coef=self.progress.kl_coef,
+                    filter_round=filter_round,
+                )
+            except TrainingError:  # the run ends: what it ends with is in the log
+                await self.log_trajectories(f"step_{step:04d}", collected.samples, None)
+                raise
             num_tasks, filter_round = assembled.num_missing_tasks, filter_round + 1
             if num_tasks == 0:
                 self.progress.kl_coef = adapted_kl_coef(collected.samples, self.config, self.progress.kl_coef)
@@ -388,9 +392,9 @@ class Session:
                 self.display.advance,
             )
         kept = [s for s in collected.samples if s.excluded_because is None]
-        check_excluded(collected.samples, self.config)
         kind = "eval" if forced is None else "eval_swapped"
         logged = await self.log_trajectories(f"{kind}_{name}", collected.samples, None)
+        check_excluded(collected.samples, self.config)
         counted = {s.key for s in kept} - self._unlogged(collected.samples, logged)
         trajectories = [trajectory for _, batch in logged for trajectory in batch.trajectories()]
         results = [evaluated(t) for t in trajectories if (t.task.task_id, t.sibling) in counted]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,16 +17,18 @@ from mempo_ray.agent.tokenizer import FileTokenizer
 from mempo_ray.cold_start import from_other_worlds
 from mempo_ray.config.models import model_folder
 from mempo_ray.config.schema import Agent, Config
-from mempo_ray.contracts import PayloadRef, Scored, StepReport, Task, TrajectoryBatch
+from mempo_ray.contracts import PayloadRef, Scored, StepReport, Task, TrajectoryBatch, Unscored
 from mempo_ray.data.oracle import OracleTrajectory
+from mempo_ray.data.tasks import TaskSource
 from mempo_ray.driver import due
-from mempo_ray.errors import ConfigError, GangLost, MempoError, PayloadLost
+from mempo_ray.errors import ConfigError, GangLost, MempoError, PayloadLost, TrainingError
 from mempo_ray.experience import Sample
 from mempo_ray.launch import open_run_folder
 from mempo_ray.observability.mirror import Mirror, find_checkpoint
 from mempo_ray.observability.run_folder import RunFolder
 from mempo_ray.session import Session, first_difference
-from tests.fakes.rollouts import finished
+from tests.fakes.rewards import FakeRewards
+from tests.fakes.rollouts import VERSION, FakeRollouts, finished
 from tests.fakes.trajectories import TASK
 from tests.fakes.trajectories import trajectory as an_episode
 
@@ -163,6 +166,30 @@ async def test_where_the_ranks_missed_them_too_the_step_is_done_again_though_the
     session = session_that_logs(RunFolder.create(tmp_path, "quick"), lost, Trains(GangLost("a payload is lost")))
     with pytest.raises(GangLost):
         await session.train(STEP, SAMPLED)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+async def test_a_run_that_ends_for_want_of_scores_leaves_its_trajectories_and_their_reasons(tmp_path, evaluates):
+    tasks = tuple(Task(f"q{n}", "?", (("a",),), "own") for n in range(2))
+    settings = {
+        "data": {"tasks_per_step": 2},
+        "algorithm": {"group_size": 1, "kl_coef": 0},
+        "memory_reward": {"weight": 0},
+    }
+    unscored = FakeRewards(q0_0=Unscored("no judge", "infrastructure"), q1_0=Unscored("no judge", "infrastructure"))
+    session = session_that_logs(RunFolder.create(tmp_path, "quick"), set(), Trains())
+    session.config, session.held_out = Config.model_validate(settings), tasks
+    session.source, session.version = TaskSource(tasks, shuffle=False), VERSION
+    session.display = cast("Any", SimpleNamespace(stage=lambda *_: None, advance=lambda *_: None))
+    session.fleet.rollouts = FakeRollouts([finished("q0", 0), finished("q1", 0)])
+    session.fleet.rewards, session.fleet.engine_scorer = unscored, None
+    with pytest.raises(TrainingError, match="2 × unscored"):
+        await (session.evaluate("step_0000") if evaluates else session.sample_and_score(1))
+    name = "eval_step_0000" if evaluates else "step_0001"
+    assert pq.read_table(session.folder.trajectory_file(name))["task_id"].to_pylist() == ["q0", "q1"]
+    rows = [json.loads(line) for line in (session.folder.root / "excluded.jsonl").read_text().splitlines()]
+    assert [(row["file"], row["task_id"]) for row in rows] == [(name, "q0"), (name, "q1")]
+    assert "no judge" in rows[0]["reason"]
 
 
 def test_a_step_that_is_not_the_one_to_come_is_told_by_its_first_difference():
