@@ -22,7 +22,8 @@ from mempo_ray.contracts.trajectory import GIVEN_TRUTH, Task
 from mempo_ray.data.world import is_synthetic, synthetic_tasks
 from mempo_ray.errors import DataError
 
-MAX_LISTED = 5  # rows in one message
+MAX_LISTED = 5  # different faults in one message
+MAX_NUMBERS = 3  # rows of one fault in it
 KEPT_COLUMNS = ("supporting_ids",)
 
 
@@ -44,22 +45,22 @@ def read_tasks(
         kept: columns beside ``metadata`` that travel in `Task.metadata`.
 
     Raises:
-        DataError: no such file, or rows that cannot be tasks; names the file, the first few of them (1 = first row)
-            and the remedy of each.
+        DataError: no such file, or rows that cannot be tasks; names the file, and of the first few faults the rows
+            (1 = first row) and the remedy.
     """
     if is_synthetic(source):
         return synthetic_tasks(source)
     path = Path(source)
     tasks: dict[str, Task] = {}
     numbers: dict[str, int] = {}  # task id → row
-    problems: list[str] = []
+    problems: dict[str, list[int]] = {}  # what is wrong → rows
     for number, raw in enumerate(_raw_rows(path), start=1):
         try:
             task = check(_task_of_row(_parsed(raw), question_key, answer_key, f"{path.stem}-{number}", kept))
             if task.task_id in tasks:
                 raise DataError(f"id {task.task_id!r} is already row {numbers[task.task_id]}; ids must be different")
         except DataError as error:
-            problems.append(f"row {number}: {error}")
+            problems.setdefault(str(error), []).append(number)
             continue
         tasks[task.task_id], numbers[task.task_id] = task, number
     if problems:
@@ -69,12 +70,20 @@ def read_tasks(
     return list(tasks.values())
 
 
-def _listed(problems: Sequence[str]) -> str:
-    """One on the line, several below each other."""
-    if len(problems) == 1:
-        return problems[0]
-    more = f"\n  and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
-    return f"{len(problems)} rows cannot be used:\n  " + "\n  ".join(problems[:MAX_LISTED]) + more
+def _listed(problems: Mapping[str, Sequence[int]]) -> str:
+    """One on the line, several below each other; rows with the same one share a line."""
+    lines = [f"{_row_numbers(rows)}: {problem}" for problem, rows in problems.items()]
+    if len(lines) == 1:
+        return lines[0]
+    num_rows, num_hidden = (sum(map(len, list(problems.values())[start:])) for start in (0, MAX_LISTED))
+    more = f"\n  and {num_hidden} more rows" if num_hidden else ""
+    return f"{num_rows} rows cannot be used:\n  " + "\n  ".join(lines[:MAX_LISTED]) + more
+
+
+def _row_numbers(rows: Sequence[int]) -> str:
+    """`row 7`, `rows 1, 2`, or `rows 1, 2, 3 and 12 more`."""
+    more = f" and {len(rows) - MAX_NUMBERS} more" if len(rows) > MAX_NUMBERS else ""
+    return f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:MAX_NUMBERS]))}{more}"
 
 
 class TaskSource:

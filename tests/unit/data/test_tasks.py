@@ -122,21 +122,42 @@ def check_that_refuses_x(task):
     return dataclasses.replace(task, golds=(("seen",),))
 
 
+def check_that_names_its_task(task):
+    raise DataError(f"{task.gold_text} is no answer")
+
+
 def test_a_check_sees_every_task_and_may_change_its_golds(tmp_path):
     path = write_jsonl(tmp_path / "t.jsonl", [{"question": "q", "golden_answers": "y"}])
     assert read_tasks(path, check=check_that_refuses_x)[0].golds == (("seen",),)
 
 
-def test_all_bad_rows_are_reported_at_once_the_first_five_in_words(tmp_path):
+def test_all_bad_rows_are_reported_at_once_those_with_the_same_fault_on_one_line(tmp_path):
     rows = [{"question": "q", "golden_answers": "x"}, {"question": "q", "golden_answers": "y"}, {"golden_answers": "y"}]
-    path = write_jsonl(tmp_path / "t.jsonl", rows * 4)
+    path = write_jsonl(tmp_path / "t.jsonl", [*rows * 4, rows[2]])
     with pytest.raises(DataError) as caught:
         read_tasks(path, check=check_that_refuses_x)
-    lines = str(caught.value).splitlines()
-    assert lines[0] == f"{path}, 8 rows cannot be used:"
-    assert lines[1].strip() == "row 1: x is no answer"
-    assert lines[2].strip().startswith("row 3: no question")
-    assert [line.split(":")[0].strip() for line in lines[3:]] == ["row 4", "row 6", "row 7", "and 3 more"]
+    head, first, second = str(caught.value).splitlines()
+    assert head == f"{path}, 9 rows cannot be used:"
+    assert first.strip() == "rows 1, 4, 7 and 1 more: x is no answer"
+    assert second.strip().startswith("rows 3, 6, 9 and 2 more: no question")
+
+
+def test_one_fault_of_all_rows_is_one_line(tmp_path):
+    path = write_jsonl(tmp_path / "t.jsonl", [{"question": "q", "golden_answers": "x"}] * 2)
+    with pytest.raises(DataError, match=r"t\.jsonl, rows 1, 2: x is no answer$"):
+        read_tasks(path, check=check_that_refuses_x)
+
+
+def test_of_many_different_faults_the_first_five_are_told(tmp_path):
+    path = write_jsonl(
+        tmp_path / "t.jsonl", [{"question": "q", "golden_answers": f"{n}"} for n in range(7) for _ in "ab"]
+    )
+    with pytest.raises(DataError) as caught:
+        read_tasks(path, check=check_that_names_its_task)
+    head, *faults, rest = str(caught.value).splitlines()
+    assert head.endswith("14 rows cannot be used:")
+    assert [fault.partition(":")[0].strip() for fault in faults] == [f"rows {n}, {n + 1}" for n in range(1, 11, 2)]
+    assert rest.strip() == "and 4 more rows"
 
 
 @pytest.mark.parametrize(
