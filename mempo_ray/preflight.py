@@ -34,7 +34,7 @@ from mempo_ray.config.schema import WALL_FACTOR, Config
 from mempo_ray.contracts import Passage, Task
 from mempo_ray.data.oracle import plan_of
 from mempo_ray.data.tasks import TaskSource, read_tasks
-from mempo_ray.data.world import is_synthetic, same_atlas
+from mempo_ray.data.world import is_synthetic, same_atlas, source_name
 from mempo_ray.errors import ConfigError, DataError, MempoError, ToolFailed
 from mempo_ray.observability.mirror import Mirror, find_checkpoint
 from mempo_ray.placement.machine import this_machine
@@ -335,9 +335,10 @@ def check_vocabulary(config: Config, tokenizer: FileTokenizer, which: str, tasks
     ids = [i for question in _longest_questions(tasks) for i in tokenizer.encode(question)]
     num_unknown = 0 if tokenizer.unknown_id is None else ids.count(tokenizer.unknown_id)
     if num_unknown > len(ids) / 2:
+        source = source_name(getattr(config.data, which))
         raise ConfigError(
-            f"policy.model: {config.policy.model} cannot read data.{which}={getattr(config.data, which)}: in its "
-            f"longest questions {num_unknown} of {len(ids)} tokens are words that the model does not know. Set "
+            f"policy.model: {config.policy.model} cannot read data.{which}={source}: in its longest questions "
+            f"{num_unknown} of {len(ids)} tokens are words that the model does not know. Set "
             "policy.model to one that has them, e.g. as in configs/smollm2_cpu.yaml (`mempo-ray fetch` gets it)."
         )
 
@@ -371,8 +372,8 @@ def check_probes(config: Config, held_out: Sequence[Task]) -> None:
     """`eval.probe_ratios` measures on oracle trajectories, so some held-out task must hold the hops of one."""
     if config.eval.probe_ratios and not any(map(plan_of, held_out[: config.eval.tasks])):
         raise ConfigError(
-            f"eval.probe_ratios: none of the first {config.eval.tasks} tasks of {config.data.eval} holds hops "
-            "(metadata chain, evidences or decomposition) to measure on. Set eval.probe_ratios=false."
+            f"eval.probe_ratios: none of the first {config.eval.tasks} tasks of {source_name(config.data.eval)} holds "
+            "hops (metadata chain, evidences or decomposition) to measure on. Set eval.probe_ratios=false."
         )
 
 
@@ -380,8 +381,9 @@ def check_cold_start(config: Config, tasks: Sequence[Task]) -> None:
     """The cold start imitates oracle trajectories, so some task must hold the hops of one; a resumed run has had it."""
     if config.cold_start is not None and not config.run.resume and not any(map(plan_of, tasks)):
         raise ConfigError(
-            f"cold_start: no task of {config.data.train} holds hops (metadata chain, evidences or decomposition) to "
-            "write oracle trajectories from. Set cold_start=null, and start from a policy.model that knows the format."
+            f"cold_start: no task of {source_name(config.data.train)} holds hops (metadata chain, evidences or "
+            "decomposition) to write oracle trajectories from. Set cold_start=null, and start from a policy.model that "
+            "knows the format."
         )
 
 
@@ -502,7 +504,9 @@ def _resume_differences(config: Config, tasks: Sequence[Task], saved: Mapping) -
         ("algorithm.group_size", len(saved["next"]) // len(next_ids), config.algorithm.group_size),
     ]
     if source["num_tasks"] != len(tasks):
-        compared.append(("data.train", f"of {source['num_tasks']} tasks", f"{config.data.train} of {len(tasks)}"))
+        compared.append(
+            ("data.train", f"of {source['num_tasks']} tasks", f"{source_name(config.data.train)} of {len(tasks)}")
+        )
     else:
         stream = TaskSource(tasks, source["seed"], config.data.shuffle)
         stream.restore(source)

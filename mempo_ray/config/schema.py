@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
+Files = Annotated[tuple[str, ...], Field(min_length=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 LabelValue = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$")]
 
@@ -50,9 +51,9 @@ class Run(Section):
 
 
 class Data(Section):
-    train: str = "synthetic:train"
-    """Training tasks: a .jsonl or .parquet file, or the synthetic world (see docs/data.md)."""
-    eval: str = "synthetic:eval"
+    train: str | Files = "synthetic:train"
+    """Training tasks: a .jsonl or .parquet file, a list of them, or the synthetic world (see docs/data.md)."""
+    eval: str | Files = "synthetic:eval"
     """Held-out tasks."""
     question_key: str = "question"
     """Column that holds the question, or `extra_info.question`: a key of an object in a column."""

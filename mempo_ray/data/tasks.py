@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from numbers import Number
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mempo_ray.contracts.trajectory import GIVEN_TRUTH, Task
-from mempo_ray.data.world import is_synthetic, synthetic_tasks
+from mempo_ray.data.world import Source, is_synthetic, source_name, synthetic_tasks
 from mempo_ray.errors import DataError
 
 MAX_LISTED = 5  # different faults in one message
@@ -28,7 +30,7 @@ KEPT_COLUMNS = ("supporting_ids",)
 
 
 def read_tasks(
-    source: str,
+    source: Source,
     question_key: str = "question",
     answer_key: str = "golden_answers",
     check: Callable[[Task], Task] = lambda task: task,
@@ -37,7 +39,8 @@ def read_tasks(
     """All tasks of a source, in file order.
 
     Args:
-        source: a .jsonl or .parquet file, or "synthetic:train" / "synthetic:eval" (with ?seed=…, see data/world.py).
+        source: a .jsonl or .parquet file, or "synthetic:train" / "synthetic:eval" (with ?seed=…, see data/world.py); of
+            several files, ids that occur in more than one get the file's name in front.
         question_key: column of the question, or `column.key` inside an object.
         answer_key: column of the gold answer(s).
         check: raises DataError for a task that nobody could score, or returns it with the golds that can be matched
@@ -48,6 +51,8 @@ def read_tasks(
         DataError: no such file, or rows that cannot be tasks; names the file, and of the first few faults the rows
             (1 = first row) and the remedy.
     """
+    if not isinstance(source, str):
+        return _joined({name: read_tasks(name, question_key, answer_key, check, kept) for name in source})
     if is_synthetic(source):
         return synthetic_tasks(source)
     path = Path(source)
@@ -68,6 +73,19 @@ def read_tasks(
     if not tasks:
         raise DataError(f"{path}: no rows; give a file with at least one question")
     return list(tasks.values())
+
+
+def _joined(files: Mapping[str, Sequence[Task]]) -> list[Task]:
+    counts = Counter(task.task_id for tasks in files.values() for task in tasks)
+    joined = [
+        replace(task, task_id=f"{Path(name).stem}-{task.task_id}") if counts[task.task_id] > 1 else task
+        for name, tasks in files.items()
+        for task in tasks
+    ]
+    [(task_id, count)] = Counter(task.task_id for task in joined).most_common(1)
+    if count > 1:
+        raise DataError(f"{source_name(list(files))}: id {task_id!r} occurs in files of the same name; rename one")
+    return joined
 
 
 def _listed(problems: Mapping[str, Sequence[int]]) -> str:

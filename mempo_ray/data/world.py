@@ -222,9 +222,19 @@ def build_atlas(spec: AtlasSpec) -> Atlas:
     return Atlas(spec, worlds)
 
 
-def is_synthetic(source: str) -> bool:
-    """Whether a task source names the synthetic world rather than a file."""
-    return source == "synthetic" or source.startswith("synthetic:")
+Source = str | Sequence[str]
+"""What `data.train` and `data.eval` name: one file or synthetic source, or several files."""
+
+
+def source_name(source: Source) -> str:
+    """A task source as messages name it."""
+    return source if isinstance(source, str) else ", ".join(source)
+
+
+def is_synthetic(source: Source) -> bool:
+    """Whether a task source names the synthetic world rather than files."""
+    name = source_name(source)
+    return name == "synthetic" or name.startswith("synthetic:")
 
 
 def parse_source(source: str) -> tuple[Split, AtlasSpec]:
@@ -246,14 +256,15 @@ def parse_source(source: str) -> tuple[Split, AtlasSpec]:
     return split, AtlasSpec(**values)
 
 
-def same_atlas(*sources: str) -> Atlas:
+def same_atlas(*sources: Source) -> Atlas:
     """The one atlas that all these synthetic sources mean: what the index of the run must hold.
 
     Raises DataError where they differ in anything but ``tasks`` and ``hops``, which change no fact.
     """
-    specs = [parse_source(source)[1] for source in sources]
+    names = [source_name(source) for source in sources]
+    specs = [parse_source(name)[1] for name in names]
     if len({(spec.seed, spec.worlds, spec.held_out) for spec in specs}) != 1:
-        raise DataError(f"{' and '.join(sources)} name different worlds; give both the same seed, worlds and held_out")
+        raise DataError(f"{' and '.join(names)} name different worlds; give both the same seed, worlds and held_out")
     return build_atlas(specs[0])
 
 

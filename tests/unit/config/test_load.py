@@ -59,7 +59,7 @@ def test_the_environment_is_read_where_the_file_says_so(monkeypatch, tmp_path):
 
 
 def test_the_resolved_configuration_reads_back_equal(tmp_path):
-    config = load_config(["algorithm.group_size=3", "policy.betas=[0.8,0.9]"])
+    config = load_config(["algorithm.group_size=3", "policy.betas=[0.8,0.9]", "data.train=[a.parquet,b.jsonl]"])
     file = tmp_path / "resolved.yaml"
     file.write_text(resolved_yaml(config))
     assert load_file(file) == config
@@ -124,6 +124,7 @@ def test_an_unknown_key_names_the_nearest_known_one(key, nearest):
         ),
         ("rollout.top_p=1.5", "rollout.top_p: got 1.5, expected a number > 0 and ≤ 1"),
         ("policy.betas=[1,2,3]", "policy.betas: got [1, 2, 3], expected a list of two numbers"),
+        ("data.train=[]", "data.train: got [], expected a text or a list of texts"),
         ("trackers=[{}]", "trackers: got {}, expected a list of texts"),
         ("rollout=3", "rollout: got 3, expected a section with keys such as replicas"),
         ("rollout.top_p=0.5", "set top_p=1"),

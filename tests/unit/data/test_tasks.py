@@ -142,6 +142,21 @@ def test_all_bad_rows_are_reported_at_once_those_with_the_same_fault_on_one_line
     assert second.strip().startswith("rows 3, 6, 9 and 2 more: no question")
 
 
+def test_several_files_are_one_source_whose_ids_stay_different(tmp_path):
+    rows = [{"id": name, "question": "q", "golden_answers": "x"} for name in ("1", "2")]
+    files = [write_jsonl(tmp_path / "a.jsonl", rows), write_jsonl(tmp_path / "b.jsonl", rows[1:])]
+    assert [task.task_id for task in read_tasks(files)] == ["1", "a-2", "b-2"]
+
+
+def test_files_of_one_name_in_two_folders_must_not_share_ids(tmp_path):
+    files = []
+    for folder in ("x", "y"):
+        (tmp_path / folder).mkdir()
+        files.append(write_jsonl(tmp_path / folder / "t.jsonl", [{"question": "q", "golden_answers": "x"}]))
+    with pytest.raises(DataError, match=r"x/t\.jsonl, .*y/t\.jsonl: id 't-t-1' occurs in files of the same name"):
+        read_tasks(files)
+
+
 def test_one_fault_of_all_rows_is_one_line(tmp_path):
     path = write_jsonl(tmp_path / "t.jsonl", [{"question": "q", "golden_answers": "x"}] * 2)
     with pytest.raises(DataError, match=r"t\.jsonl, rows 1, 2: x is no answer$"):
