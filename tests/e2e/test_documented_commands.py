@@ -18,7 +18,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from mempo_ray.cli import app
-from mempo_ray.config.load import load_config, load_file, parse_command_line
+from mempo_ray.config.load import load_file, parse_command_line
 from mempo_ray.driver import main as driver_main
 
 ROOT = Path(__file__).parents[2]
@@ -164,11 +164,6 @@ def test_what_make_installs_is_the_lock_of_what_the_environment_was_made_for(tmp
         ).stdout
         assert re.findall(r"-r requirements/(\w+)\.txt", told) == [lock], target
         assert ("venv --clear" in told) == (target == "setup-gpu")
-
-
-def test_the_checkpoint_that_the_readme_names_is_the_quickstart_s_last():
-    named = set(re.findall(r"step_(\d{6})", (ROOT / "README.md").read_text(encoding="utf-8")))
-    assert named == {f"{load_config([]).run.steps:06d}"}
 
 
 def test_every_link_in_the_pages_leads_somewhere():
