@@ -80,6 +80,23 @@ def test_the_run_folder_holds_what_a_run_leaves_behind(run):
     assert {path.name for path in (run.folder / "checkpoints").iterdir()} == {"step_000001", "step_000002"}
 
 
+def test_the_run_folder_holds_what_the_readme_says(run):
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    first_cells = " ".join(re.findall(r"^\| (`.+?`) \|", readme, re.MULTILINE))
+    named = set(re.findall(r"`(.+?)`", first_cells))
+    assert {"samples.txt", "cold_start.json", "excluded.jsonl", "index/"} <= named
+    assert [name for name in sorted(named - {"alarms.jsonl"}) if not list(run.folder.glob(name.rstrip("/")))] == []
+
+
+def test_the_log_ends_with_the_summary_in_words_and_says_nothing_of_tokens_for_ray(run):
+    log = "\n".join(run.lines)
+    assert "run summary" in log
+    assert "hidden_share" in log
+    assert "exposed_s" in log
+    assert "drift_turns" not in log
+    assert "Token authentication" not in log
+
+
 def test_every_number_that_was_logged_is_in_the_catalogue_and_every_step_has_a_verdict(run):
     rows = read_metrics(run.folder)
     logged = {name for row in rows for name in row}
