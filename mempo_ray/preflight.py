@@ -177,8 +177,11 @@ def check_names(config: Config) -> None:
             near = difflib.get_close_matches(tracker, TRACKERS, 1, 0.0)[0]
             raise ConfigError(f"trackers: unknown tracker {tracker!r}; did you mean {near!r}? Known: "
                               f"{', '.join(TRACKERS)}.")  # fmt: skip
-        if importlib.util.find_spec(TRACKERS[tracker]) is None:
-            raise ConfigError(f"trackers: {tracker} needs the package {TRACKERS[tracker]}, which is not installed.")
+        package = TRACKERS[tracker]
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"trackers: {tracker} needs the package {package}, which is not installed: pip install {package}"
+            )
     _check_custom_function(config)
     _check_styles(config)
 

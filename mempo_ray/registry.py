@@ -62,12 +62,12 @@ class Registry(Generic[T]):
         """Is `name` known? Imports nothing.
 
         Raises:
-            ConfigError: lists the known names and the nearest one.
+            ConfigError: says the nearest name and lists the known ones.
         """
         if name not in self._entries:
             near = difflib.get_close_matches(name, self.names, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"{self.key}: unknown name {name!r}; known: {', '.join(self.names)}{hint}")
+            raise ConfigError(f"{self.key}: unknown name {name!r}{hint} (known: {', '.join(self.names)})")
 
     def get(self, name: str) -> T:
         """The piece. Raises ConfigError as `check` does."""

@@ -79,7 +79,7 @@ async def check_sampled(config: Config, limit: int) -> RewardReport:
     checked: list[Checked] = []
     broken: list[str] = []
     try:
-        async with serving(config, "reward-check", display) as (fleet, folder):
+        async with serving(config, "reward-check", display) as fleet:
             display.stage("sampling and scoring", len(tasks))
             requests = [request for task in tasks for request in siblings(task, 1, config.run.seed)]
             async for finished in fleet.rollouts.run(requests):
@@ -91,11 +91,11 @@ async def check_sampled(config: Config, limit: int) -> RewardReport:
                     response = response_of(trajectory)
                     checked.append(await _timed(config, response, lambda p=payload: fleet.rewards.score(p)))
                 display.advance()
-            display.say(f"logs: {folder.root}")
+            if not checked:
+                why = "; ".join(set(broken))
+                raise InfrastructureError(f"reward-check: all {len(tasks)} episodes were broken: {why}")
     finally:
         display.close()
-    if not checked:
-        raise InfrastructureError(f"reward-check: all {len(tasks)} episodes were broken: {'; '.join(set(broken))}")
     return RewardReport(tuple(checked))
 
 

@@ -2,15 +2,17 @@
 
     checkpoint folder ──▶ Config ──▶ check ──▶ actors without a policy ──▶ greedy episodes ──▶ EvalReport | Trajectory
 
-A checkpoint is a run's `checkpoints/step_…` (its `hf` folder is served, the run's config.yaml and index are used) or
-any Hugging Face folder. The engines vouch for the folder as it lies there (`generation.engine.unproven`).
+A checkpoint is a run's `checkpoints/step_…` (its `hf` folder is served, the run's config.yaml and index are used), a
+run folder, which stands for its newest complete one, or any Hugging Face folder. The engines vouch for the folder as it
+lies there (`generation.engine.unproven`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+import shutil
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -31,7 +33,7 @@ from mempo_ray.generation.engine import unproven
 from mempo_ray.launch import open_session, shape_to_plan_for, synthetic_passages
 from mempo_ray.observability.mirror import local_runs
 from mempo_ray.observability.progress import Display, make_display
-from mempo_ray.observability.run_folder import COMPLETE, RunFolder
+from mempo_ray.observability.run_folder import COMPLETE, RunFolder, complete_checkpoints
 from mempo_ray.placement.plan import make_plan
 from mempo_ray.rewards.rows import row_check
 
@@ -43,22 +45,24 @@ EXPORT = "hf"
 
 
 def served_model(checkpoint: Path) -> Path:
-    """The Hugging Face folder behind `--checkpoint`.
+    """The Hugging Face folder behind `--checkpoint`; of a run, that of its newest complete checkpoint.
 
     Raises:
-        ConfigError: an incomplete checkpoint, or a folder that is neither.
+        ConfigError: an incomplete checkpoint, or a folder that is none of these.
     """
+    if of_run := complete_checkpoints(checkpoint):
+        checkpoint = of_run[-1]
     if (checkpoint / "facts.json").is_file() and not (checkpoint / COMPLETE).is_file():
         raise ConfigError(f"--checkpoint: {checkpoint} is an incomplete checkpoint (no file {COMPLETE}); name another")
     for folder in (checkpoint / EXPORT, checkpoint):
         if (folder / "config.json").is_file():
             return folder.resolve()
-    found = sorted(marker.parent for folder in (checkpoint, checkpoint / "checkpoints", checkpoint.parent)
+    found = sorted(marker.parent for folder in (checkpoint, checkpoint.parent)
                    for marker in folder.glob(f"step_*/{COMPLETE}"))  # fmt: skip
     here = f"; there is {', '.join(map(str, found))}" if found else ""
     raise ConfigError(
-        f"--checkpoint: {checkpoint} is neither a run's checkpoints/step_… nor a Hugging Face folder (no config.json)"
-        f"{here}"
+        f"--checkpoint: {checkpoint} is neither a run with a complete checkpoint, nor one of its checkpoints/step_…, "
+        f"nor a Hugging Face folder (no config.json){here}"
     )
 
 
@@ -90,13 +94,27 @@ def check(config: Config, tasks: Sequence[Task]) -> None:
     preflight.check_prompts(config, renderer, model, tasks)
 
 
+@contextmanager
+def kept_where_it_fails(folder: RunFolder, display: Display) -> Generator[None]:
+    """Deletes the folder after the block, which leaves logs only; says where they are if the block fails."""
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        if failed and any(folder.logs.iterdir()):
+            display.say(f"logs: {folder.logs}")
+        else:
+            shutil.rmtree(folder.root, ignore_errors=True)  # a process that is ending may still write to its log
+
+
 @asynccontextmanager
-async def serving(config: Config, name: str, display: Display) -> AsyncGenerator[tuple[Fleet, RunFolder]]:
-    """The actors of a run without its policy, and a folder `<name>-<time>` for their logs."""
+async def serving(config: Config, name: str, display: Display) -> AsyncGenerator[Fleet]:
+    """The actors of a run without its policy. Their logs are in a folder `<name>-<time>` that a failure leaves."""
     model_dir = model_folder(config.policy.model)
     folder = RunFolder.create(local_runs(config.run.dir), name, is_latest=False)
     display.stage("starting Ray and the actors")
-    with connected(config, folder.root.name):
+    with kept_where_it_fails(folder, display), connected(config, folder.root.name):
         plan = make_plan(
             config,
             shape_to_plan_for(config),
@@ -107,7 +125,7 @@ async def serving(config: Config, name: str, display: Display) -> AsyncGenerator
         async with open_fleet(config, plan, model_dir, folder, passages, with_policy=False) as fleet:
             display.stage("waiting for the engines")
             await fleet.rollouts.sync(unproven(str(model_dir)))
-            yield fleet, folder
+            yield fleet
 
 
 async def greedy_episodes(
@@ -129,30 +147,37 @@ async def greedy_episodes(
 # -- eval -----------------------------------------------------------------------------------------------------
 
 
+def tasks_of(config: Config, data: str) -> tuple[list[Task], str]:
+    """The first `eval.tasks` rows of `data` (a file or 'synthetic:eval'), and a sentence if there are more."""
+    rows = read_tasks(data, config.data.question_key, config.data.answer_key, row_check(Reward(scorer="exact_match")))
+    tasks = rows[: config.eval.tasks]
+    return tasks, f"the first {len(tasks)} of {len(rows)} rows (eval.tasks)" if len(tasks) < len(rows) else ""
+
+
 async def evaluate(checkpoint: Path, data: str, file: Path | None, overrides: Sequence[str]) -> EvalReport:
-    """Greedy episodes on every row of `data` (a file or 'synthetic:eval').
+    """Greedy episodes on `tasks_of` the data.
 
     Raises:
         ConfigError, DataError: what the preflight finds.
         InfrastructureError: more than `run.max_excluded_share` of the episodes were broken; with the reasons.
     """
     config = served_config(checkpoint, file, overrides)
-    measured = row_check(Reward(scorer="exact_match"))
-    tasks = read_tasks(data, config.data.question_key, config.data.answer_key, measured)
+    tasks, left_out = tasks_of(config, data)
     check(config, tasks)
     display = make_display(0, Console(stderr=True))
     try:
-        async with serving(config, "eval", display) as (fleet, folder):
+        if left_out:
+            display.say(left_out)
+        async with serving(config, "eval", display) as fleet:
             display.stage("evaluation", len(tasks))
             trajectories, excluded = await greedy_episodes(fleet, tasks, display.advance)
-            display.say(f"logs: {folder.root}")
+            if len(excluded) > config.run.max_excluded_share * len(tasks):
+                raise InfrastructureError(
+                    f"eval: {len(excluded)} of {len(tasks)} episodes were broken, above run.max_excluded_share="
+                    f"{config.run.max_excluded_share:g}: {'; '.join(sorted(set(excluded))[:5])}"
+                )
     finally:
         display.close()
-    if len(excluded) > config.run.max_excluded_share * len(tasks):
-        raise InfrastructureError(
-            f"eval: {len(excluded)} of {len(tasks)} episodes were broken, above run.max_excluded_share="
-            f"{config.run.max_excluded_share:g}: {'; '.join(sorted(set(excluded))[:5])}"
-        )
     return EvalReport.of(str(checkpoint), data, trajectories, len(excluded))
 
 
@@ -166,12 +191,12 @@ async def ask(checkpoint: Path, question: str, file: Path | None, overrides: Seq
     check(config, [task])
     display = make_display(0, Console(stderr=True))
     try:
-        async with serving(config, "ask", display) as (fleet, _):
+        async with serving(config, "ask", display) as fleet:
             trajectories, excluded = await greedy_episodes(fleet, [task])
+            if excluded:
+                raise InfrastructureError(f"ask: {excluded[0]}")
     finally:
         display.close()
-    if excluded:
-        raise InfrastructureError(f"ask: {excluded[0]}")
     return trajectories[0]
 
 

@@ -42,6 +42,16 @@ TOKEN_REMEDY = (
 )
 
 
+TOKEN_LOGGER = "ray._private.authentication.authentication_token_setup"
+"""Where Ray warns at every start that tokens are on, its safe default, about which nobody need do anything. That they
+are off it says here too: this stays."""
+
+
+def is_worth_saying(record: logging.LogRecord) -> bool:
+    """Filter of TOKEN_LOGGER."""
+    return not record.getMessage().startswith("Token authentication is enabled")
+
+
 @contextmanager
 def connected(config: Config, namespace: str) -> Generator[None]:
     """Inside, `ray` is connected under a namespace of the run's own; a local cluster ends with the block.
@@ -58,6 +68,7 @@ def connected(config: Config, namespace: str) -> Generator[None]:
             "object_store_memory": int(config.placement.object_store_gb * GIB),
             "include_dashboard": False,
         }
+    logging.getLogger(TOKEN_LOGGER).addFilter(is_worth_saying)
     handler = signal.getsignal(signal.SIGTERM)
     try:
         if address != "local":

@@ -35,7 +35,7 @@ def model_folder(name: str) -> Path:
 def check_model_folder(key: str, name: str) -> Path:
     """The folder, if it holds config.json, weights and a tokenizer. Raises ConfigError naming key and remedy."""
     folder = model_folder(name)
-    remedy = f"give a local Hugging Face folder in {key}"
+    remedy = f"give a local Hugging Face folder in {key} (`hf download NAME --local-dir FOLDER` makes one)"
     if name.startswith("fetched:"):
         remedy = f"run `mempo-ray fetch {name.removeprefix('fetched:')}` first, or {remedy}"
     if not folder.is_dir():

@@ -659,7 +659,7 @@ class Eval(Section):
     before_train: bool = True
     """Evaluate before the first step too."""
     tasks: Count = 200
-    """Held-out questions, always the same ones."""
+    """Held-out questions: the first ones of the source, always the same; of `mempo-ray eval` too."""
     memory_swap: bool = False
     """Also evaluate with each <mem> replaced by another question's (does the answer depend on memory?)."""
     probe_ratios: bool = False

@@ -25,6 +25,9 @@ STAGES = {
 MANY = 0.5
 """Share from which one cause is called the main one."""
 
+SHORT_S = 3.0
+"""A step that took less is bound by what no key changes: calls, the first turn, the start of an update."""
+
 Values = Mapping[str, float]
 
 
@@ -62,6 +65,12 @@ def find_bottleneck(values: Values) -> Verdict | None:
     shares["other"] = 1 - sum(shares.values())
     stage = max(STAGES, key=lambda name: shares[name])
     return Verdict(shares, stage, *_remedy(stage, values))
+
+
+def bound_by(values: Values) -> str:
+    """The verdict as a line for people; "" where there is none, or a step under SHORT_S, where no advice is good."""
+    verdict = find_bottleneck(values)
+    return "" if verdict is None or values["time/step_s"] < SHORT_S else f"bound by: {verdict}"
 
 
 def _seconds(values: Values) -> dict[str, float]:

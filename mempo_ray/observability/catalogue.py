@@ -529,7 +529,7 @@ mempo-ray dashboard --out monitoring    # the same as files: prometheus.yml, mem
 ```
 
 The Grafana dashboard `configs/grafana/mempo.json` has six rows: learning, memory, throughput, bottleneck, retrieval,
-health. Each step the run's log says which stage took most of it, and what to change:
+health. After each step that took seconds the run's log says which stage took most of it, and what to change:
 
 > bound by: generation took 60% of the step (rollout engines): raise rollout.replicas
 """

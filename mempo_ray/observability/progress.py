@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from mempo_ray.observability.bottleneck import find_bottleneck
+from mempo_ray.observability.bottleneck import bound_by
 
 # metric → (heading, format); the columns of the live table and of a plain line
 SHOWN = {
@@ -106,8 +106,8 @@ class PlainDisplay:
         left = time_left(step - first, self._num_steps - first, now - start)
         text = "  ".join(f"{head} {value}" for head, value in shown(values))
         self._write(f"step {step}/{self._num_steps}  {text}  {left}")
-        if verdict := find_bottleneck(values):
-            self._write(f"  bound by: {verdict}")
+        if line := bound_by(values):
+            self._write(f"  {line}")
         self._stage = ""
 
     def say(self, text: RenderableType) -> None:
@@ -164,6 +164,6 @@ class LiveDisplay:
             cells = [SHOWN[key][1].format(values[key]) if key in values else "" for key in heads]
             table.add_row(str(step), *cells)
         parts: list[RenderableType] = [self._progress, table] if self._rows else [self._progress]
-        if self._rows and (verdict := find_bottleneck(self._rows[-1][1])):
-            parts.append(f"bound by: {verdict}")
+        if self._rows and (line := bound_by(self._rows[-1][1])):
+            parts.append(line)
         return Group(Panel(Group(*parts), title="mempo_ray"))

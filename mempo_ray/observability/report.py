@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +14,22 @@ CURVES = (
     ("memory", {"memory/p_mem": "P_mem", "memory/p_base": "P_full", "memory/reward": "memory reward"}),
     ("tokens", {"rollout/output_tokens_mean": "output tokens per trajectory"}),
 )
+
+ROWS = {
+    "steps": "{steps}, in {seconds:.0f} s",
+    "exact match before": "{em_cold_start:.1%}, on held-out questions",
+    "exact match after": "{em_final:.1%}",
+    "gain": "{em_gain:+.1%}, 95 % interval {em_gain_low:+.1%} to {em_gain_high:+.1%} ({num_questions} questions)",
+    "word overlap after": "F1 {f1_final:.1%}",
+    "memories swapped": "exact match {em_memory_swapped:.1%} with another question's memory",
+    "memory at the start": "answer {p_mem_ratio:,.1f} times likelier than by a memory with its fact replaced",
+    "history at the start": "answer {p_full_ratio:,.1f} times likelier than by the question alone",
+    "tokens of an episode": "{total_tokens_mean:,.0f}, in its longest turn {peak_tokens_mean:,.0f}",
+    "scoring hidden": "{scoring_hidden_share:.0%} of its time lay beside generation (hidden_share)",
+    "scoring waited for": "{scoring_exposed_s:.1f} s in all (exposed_s)",
+    "memory of the machine": "{peak_pss_gb:.1f} GB at most",
+}
+"""Label → what a person is told of summary.json; a row whose numbers the run has not is left out."""
 
 
 def draw_learning_curve(metrics: Sequence[Mapping[str, float]], path: Path) -> None:
@@ -37,11 +54,12 @@ def draw_learning_curve(metrics: Sequence[Mapping[str, float]], path: Path) -> N
 
 
 def summary_table(summary: Mapping[str, object], root: Path) -> Table:
-    """The few numbers that say how the run went, and where to look."""
+    """`ROWS`, as far as the run has their numbers, and where to look."""
     table = Table(title="run summary", show_header=False, title_justify="left")
-    for key, value in summary.items():
-        if isinstance(value, (str, int, float, bool)):
-            table.add_row(key, f"{value:.4g}" if isinstance(value, float) else f"{value}")
+    for label, form in ROWS.items():
+        if all(field in summary for _, field, _, _ in string.Formatter().parse(form) if field):
+            table.add_row(label, form.format_map(summary))
     table.add_section()
-    table.add_row("look at", Text(f"{root}/\nlearning_curve.png, metrics.jsonl, trajectories/", overflow="fold"))
+    files = "summary.json, learning_curve.png, metrics.jsonl, trajectories/"
+    table.add_row("look at", Text(f"{root}/\n{files}", overflow="fold"))
     return table

@@ -6,7 +6,10 @@ runs/quickstart-20261129-141500/
     job.json                 submission id and metadata of the newest Ray job that wrote here, if one did
     metrics.jsonl            one JSON object a step
     trajectories/step_0003.parquet
-    excluded.jsonl           trajectories that infrastructure broke, with their reasons
+    excluded.jsonl           trajectories that were not trained on, with their reasons
+    samples.txt              the first episodes, with their scores
+    cold_start.json          how the cold start went
+    index/                   the search index, where the run built one
     checkpoints/step_000010/ complete when COMPLETE lies in it
     logs/                    engines, workers
     learning_curve.png  summary.json

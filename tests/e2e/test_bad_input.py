@@ -153,7 +153,7 @@ def index_of_another_dimension(tmp: Path) -> Case:
 
 
 def no_model_folder(tmp: Path) -> Case:
-    return [f"policy.model={tmp}/none"], ["policy.model", "no model folder"]
+    return [f"policy.model={tmp}/none"], ["policy.model", "no model folder", "hf download NAME --local-dir"]
 
 
 def model_not_fetched(tmp: Path) -> Case:

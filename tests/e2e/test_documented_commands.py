@@ -18,7 +18,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from mempo_ray.cli import app
-from mempo_ray.config.load import load_config, load_file, parse_command_line
+from mempo_ray.config.load import load_file, parse_command_line
 from mempo_ray.driver import main as driver_main
 
 ROOT = Path(__file__).parents[2]
@@ -154,9 +154,16 @@ def test_a_mistake_in_a_command_of_ray_is_seen(command: str):
         check_ray(shlex.split(command))
 
 
-def test_the_checkpoint_that_the_readme_names_is_the_quickstart_s_last():
-    named = set(re.findall(r"step_(\d{6})", (ROOT / "README.md").read_text(encoding="utf-8")))
-    assert named == {f"{load_config([]).run.steps:06d}"}
+@pytest.mark.parametrize(("made_for", "lock"), [((), "cpu"), ((".gpu",), "gpu")])
+def test_what_make_installs_is_the_lock_of_what_the_environment_was_made_for(tmp_path, made_for, lock: str):
+    for mark in made_for:
+        (tmp_path / mark).touch()
+    for target in ("setup", "setup-gpu", "test"):
+        told = subprocess.run(
+            ["make", "-n", f"VENV={tmp_path}", target], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+        assert re.findall(r"-r requirements/(\w+)\.txt", told) == [lock], target
+        assert ("venv --clear" in told) == (target == "setup-gpu")
 
 
 def test_every_link_in_the_pages_leads_somewhere():

@@ -2,14 +2,19 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from mempo_ray.errors import ConfigError
-from mempo_ray.serving import served_config, served_model
+from mempo_ray.config.load import load_config
+from mempo_ray.errors import ConfigError, InfrastructureError
+from mempo_ray.observability.progress import PlainDisplay
+from mempo_ray.observability.run_folder import RunFolder
+from mempo_ray.serving import kept_where_it_fails, served_config, served_model, tasks_of
 
 QUESTION = "boss Meli and home Lane ?"
 MANIFEST = Path("index") / "manifest.json"
@@ -81,11 +86,47 @@ def test_an_interrupted_checkpoint_and_an_empty_folder_are_refused(tmp_path) -> 
     (checkpoint / "COMPLETE").unlink()
     with pytest.raises(ConfigError, match="incomplete checkpoint"):
         served_model(checkpoint)
-    with pytest.raises(ConfigError, match=r"neither a run's checkpoints/step_… nor a Hugging Face folder"):
+    with pytest.raises(ConfigError, match=r"neither a run with a complete checkpoint, .* nor a Hugging Face folder"):
         served_model(tmp_path)
 
 
-@pytest.mark.parametrize("named", ["", "checkpoints", "checkpoints/step_000777"])
+def test_a_run_folder_stands_for_its_newest_complete_checkpoint(tmp_path) -> None:
+    newest = run_with_checkpoint(tmp_path / "mine-1")
+    for step, is_complete in (("000002", True), ("000004", False)):
+        shutil.copytree(newest, newest.parent / f"step_{step}")
+        if not is_complete:
+            (newest.parent / f"step_{step}" / "COMPLETE").unlink()
+    (tmp_path / "latest").symlink_to("mine-1")
+    assert served_model(tmp_path / "latest") == newest / "hf"
+
+
+def test_an_evaluation_reads_as_many_questions_as_eval_tasks_says_and_tells_what_it_left_out(tmp_path) -> None:
+    data = tmp_path / "dev.jsonl"
+    rows = [{"question": f"who {i} ?", "golden_answers": ["Sari"]} for i in range(5)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tasks, left_out = tasks_of(load_config(["eval.tasks=2"]), str(data))
+    assert [task.question for task in tasks] == ["who 0 ?", "who 1 ?"]
+    assert left_out == "the first 2 of 5 rows (eval.tasks)"
+    tasks, left_out = tasks_of(load_config(["eval.tasks=5"]), str(data))
+    assert (len(tasks), left_out) == (5, "")
+
+
+@pytest.mark.parametrize(
+    ("fails", "log", "stays"), [(False, "engine.log", False), (True, "engine.log", True), (True, None, False)]
+)
+def test_the_logs_of_a_command_stay_where_it_failed(tmp_path, fails: bool, log: str | None, stays: bool) -> None:
+    folder, said = RunFolder.create(tmp_path, "ask", is_latest=False), []
+    if log is not None:
+        (folder.logs / log).write_text("no memory left")
+    with pytest.raises(InfrastructureError) if fails else nullcontext():  # noqa: SIM117 (the outer one is of the test)
+        with kept_where_it_fails(folder, PlainDisplay(0, said.append)):
+            if fails:
+                raise InfrastructureError("the engine died")
+    assert folder.root.exists() == stays
+    assert said == ([f"logs: {folder.logs}"] if stays else [])
+
+
+@pytest.mark.parametrize("named", ["checkpoints", "checkpoints/step_000777"])
 def test_a_folder_that_is_no_checkpoint_is_answered_with_those_of_the_run(tmp_path, named: str) -> None:
     checkpoint = run_with_checkpoint(tmp_path / "mine-1")
     with pytest.raises(ConfigError, match=f"; there is {re.escape(str(checkpoint))}$"):

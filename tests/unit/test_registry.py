@@ -31,7 +31,8 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest():
     registry = Registry("reward.scorer")
     registry.register("mempo")(one)
     registry.register("math")(two)
-    with pytest.raises(ConfigError, match=r"reward.scorer: unknown name 'memppo'; known: math, mempo; did you mean"):
+    said = r"reward.scorer: unknown name 'memppo'; did you mean 'mempo'\? \(known: math, mempo\)$"
+    with pytest.raises(ConfigError, match=said):
         registry.get("memppo")
 
 

@@ -132,7 +132,7 @@ def test_a_function_of_scores_becomes_an_estimator():
 
 
 def test_an_unknown_estimator_lists_the_known_ones():
-    with pytest.raises(ConfigError, match=r"algorithm.adv_estimator: unknown name 'gpro'; known: .*grpo, .*; .*'grpo'"):
+    with pytest.raises(ConfigError, match=r"adv_estimator: unknown name 'gpro'; did you mean 'grpo'.*known: .*grpo, "):
         ADV_ESTIMATORS.get("gpro")
 
 

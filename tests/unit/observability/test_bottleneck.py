@@ -7,7 +7,7 @@ import re
 import pytest
 
 from mempo_ray.config.reference import known_as
-from mempo_ray.observability.bottleneck import STAGES, find_bottleneck
+from mempo_ray.observability.bottleneck import SHORT_S, STAGES, bound_by, find_bottleneck
 
 STEP = {"time/step_s": 100.0, "time/generation_s": 20.0, "time/update_s": 20.0, "time/sync_s": 5.0}
 """20 s of generation, 20 s of update, 5 s of sync; the other 55 s are up to the case."""
@@ -84,6 +84,13 @@ def test_every_key_that_is_named_exists(advice):
 
 def test_what_is_no_step_has_no_verdict():
     assert find_bottleneck({"eval/em": 0.5, "time/evaluation_s": 3.0}) is None
+
+
+def test_advice_is_given_on_a_step_of_some_seconds_only():
+    step = {"time/step_s": SHORT_S, "time/generation_s": SHORT_S}
+    assert bound_by(step) == "bound by: generation took 100% of the step (rollout engines): raise rollout.replicas"
+    assert bound_by(step | {"time/step_s": 0.5, "time/generation_s": 0.5}) == ""
+    assert bound_by({"eval/em": 0.5}) == ""
 
 
 def test_stages_that_overlap_do_not_add_up_to_more_than_the_step():
