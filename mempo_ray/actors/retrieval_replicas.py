@@ -131,7 +131,9 @@ class RetrievalReplicas:
         return 0
 
     def stats(self) -> dict[str, float]:
-        """`retrieval/…` of the membership."""
+        """`retrieval/…` of the membership; nothing where no index is needed."""
+        if not self._config.retrieval.needs_index:
+            return {}
         states = [replica.state for replica in self.members]
         return {
             **self.counters.take(),
