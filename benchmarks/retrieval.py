@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import statistics
@@ -151,6 +152,8 @@ def encoder_gain(retriever: Retriever, queries: Sequence[str]) -> dict[str, floa
 async def actor_pool(index: Path, load: Load) -> tuple[dict[str, Measured], dict[str, float]]:
     """The actor in a process of its own, asked through Ray."""
     settings = Retrieval(index=str(index), encoder="minilm", threads=THREADS)
+    gc.collect()
+    gc.freeze()  # the common side's encoder is still in this process; no agent worker would have to walk over it
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200_000_000)
     try:
         actor = RemoteRetrievalActor.options(num_cpus=1).remote(settings, str(index), PATIENCE_S)
@@ -162,6 +165,7 @@ async def actor_pool(index: Path, load: Load) -> tuple[dict[str, Measured], dict
         return measured, await pool.stats()
     finally:
         ray.shutdown()
+        gc.unfreeze()
 
 
 @contextmanager

@@ -128,12 +128,12 @@ async def test_who_got_an_answer_and_asks_again_joins_those_who_waited_meanwhile
     index_folder: Path, encoder: GatedEncoder
 ) -> None:
     retriever = DenseRetriever(encoder, PassageIndex.open(index_folder, num_threads=1))
-    service = RetrievalService(retriever, ServiceLimits(max_wait_s=0.5, max_batch=2))
+    service = RetrievalService(retriever, ServiceLimits(max_wait_s=1.0, max_batch=2))
     held = asyncio.gather(*(service.search([query], 1) for query in QUERIES[:2]))
     encoder.gate.clear()
     waiting = asyncio.create_task(service.search([QUERIES[2]], 1))
     await encoder.until_busy()
-    await asyncio.sleep(0.5)  # the one who waits has waited as long as it may while the executor is free
+    await asyncio.sleep(1.0)  # the one who waits has waited as long as it may while the executor is free
     encoder.gate.set()
     await held
     await asyncio.gather(waiting, service.search([QUERIES[3]], 1))
