@@ -117,4 +117,11 @@ def test_a_reward_function_that_always_fails_ends_the_run_with_the_reasons(words
         assert run.finish() == 4
     assert "reward.max_unscored_share is 20%" in run.output
     assert "× unscored: scorer_error: KeyError: " in run.output
-    assert not (run.folder / "trajectories" / "step_0001.parquet").exists()
+    assert [path.name for path in run.folder.glob("checkpoints/step_*")] == ["step_000000"], "nothing was trained on"
+    rows = read_rows(run.folder, 1).to_pylist()
+    assert {(row["task_id"], row["sibling"]) for row in rows} == {
+        (entry["task_id"], entry["sibling"])
+        for entry in map(json.loads, (run.folder / "excluded.jsonl").read_text().splitlines())
+    }
+    assert {row[name] for row in rows for name in ("score", "outcome_advantage", "memory_advantage")} == {None}
+    assert all("KeyError" in row["excluded_because"] for row in rows)
