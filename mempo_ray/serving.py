@@ -57,8 +57,7 @@ def served_model(checkpoint: Path) -> Path:
     for folder in (checkpoint / EXPORT, checkpoint):
         if (folder / "config.json").is_file():
             return folder.resolve()
-    found = sorted(marker.parent for folder in (checkpoint, checkpoint.parent)
-                   for marker in folder.glob(f"step_*/{COMPLETE}"))  # fmt: skip
+    found = complete_checkpoints(checkpoint.parent) or complete_checkpoints(checkpoint.parent.parent)
     here = f"; there is {', '.join(map(str, found))}" if found else ""
     raise ConfigError(
         f"--checkpoint: {checkpoint} is neither a run with a complete checkpoint, nor one of its checkpoints/step_…, "

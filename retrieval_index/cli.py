@@ -20,6 +20,7 @@ from retrieval_index.manifest import Manifest
 from retrieval_index.plan import DENSE_KINDS, KINDS, Tuning
 from retrieval_index.progress import TimeLeft
 from retrieval_index.retriever import open_retriever
+from retrieval_index.service import is_text
 
 app = typer.Typer(help="Build, inspect and search passage indexes.", no_args_is_help=True)
 
@@ -141,7 +142,7 @@ def search(
     """Print the best passages: as many as there are, if that is less than asked for."""
     if not query.strip():
         raise QueryError("the query is empty", "query", "type what to look for")
-    if any("\ud800" <= letter <= "\udfff" for letter in query):  # what Python makes of bytes that are not UTF-8
+    if not is_text(query):
         raise QueryError("the query is not UTF-8", "query", "type it again")
     retriever = open_retriever(index, encoder=encoder)
     hits = retriever.find([query], top_k)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import functools
 import gc
 import logging
 import sqlite3
@@ -140,6 +141,21 @@ def normalise_query(query: str) -> str:
     return " ".join(unicodedata.normalize("NFC", query).split())
 
 
+def is_text(query: str) -> bool:
+    """Whether UTF-8 has a form for it. Half of a UTF-16 pair has none: JSON may escape one, and Python makes them of an
+    argument's bytes that are not UTF-8."""
+    return query.isprintable() or not any("\ud800" <= letter <= "\udfff" for letter in query)
+
+
+@functools.cache
+def _spare_the_encoder() -> None:
+    """Once a process: its garbage collector leaves alone what is there now. Of a sentence encoder's half a million
+    objects none is garbage, and each full collection would stop all searches for a quarter of a second."""
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # extensions complain of objects that outlive them
+
+
 class RetrievalService:
     """Batching, single-flight and two caches around one retriever. Lives in one event loop.
 
@@ -211,14 +227,11 @@ class RetrievalService:
     async def warm_up(self) -> None:
         """One search, so that the model is loaded before somebody's deadline runs. Raises as `search`.
 
-        Changes the process: its garbage collector leaves alone what is there now. Of a sentence encoder's half a
-        million objects none is garbage, and each full collection would stop all searches for a quarter of a second.
+        Changes the process, see `_spare_the_encoder`.
         """
         await self.search(["warm up"], 1, deadline_s=WARM_UP_DEADLINE_S)
         self._latencies_s.clear()  # it waited for the model, as no later call will
-        gc.collect()
-        gc.freeze()
-        atexit.register(gc.unfreeze)  # extensions complain of objects that outlive them
+        _spare_the_encoder()
 
     async def search(self, queries: Sequence[str], top_k: int, *, deadline_s: float | None = None) -> list[Result]:
         """Search all queries; result i belongs to query i.
@@ -318,7 +331,7 @@ class RetrievalService:
             return "the query is empty"
         if len(query) > self._limits.max_query_chars:
             return f"the query has {len(query)} characters, at most {self._limits.max_query_chars} are searched"
-        if not query.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in query):
+        if not is_text(query):
             return "the query is not text: it holds half of a UTF-16 pair"
         return None
 
